@@ -1,0 +1,214 @@
+"""The one TOML schema of a run: a Struct per section, a description per field, defaults in one place."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from miles_hpc.config.timing import Timing
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the run file; unknown keys are refused."""
+
+
+def _d(text: str) -> Meta:
+    return Meta(description=text)
+
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class ClusterConfig(_Section):
+    """Where the run lives."""
+
+    local_nodes: Annotated[PositiveInt, _d("Agents started on this machine by `miles-hpc run`, on 127.0.0.2 and up.")] = 1
+    spare_nodes: Annotated[NonNegativeInt, _d("Nodes kept free for replacements.")] = 0
+
+
+class NetworkConfig(_Section):
+    """Addresses and ports."""
+
+    interface: Annotated[str, _d("Interface whose addresses the hub and workers use; empty: every routable one is tried.")] = ""
+    subnet: Annotated[str, _d("CIDR that the chosen address must lie in; empty: any.")] = ""
+    port_range: Annotated[
+        tuple[int, int] | None, _d("First and last dynamic port; unset: 20000 up to the kernel's ephemeral range.")
+    ] = None
+
+
+class RuntimeConfig(_Section):
+    """The interpreter and environment that a pool's workers start in."""
+
+    python: Annotated[str, _d("Interpreter; empty: the one that runs miles-hpc.")] = ""
+    env: Annotated[dict[str, str], _d("Environment variables added for these workers.")] = {}
+
+
+class MakeModelConfig(_Section):
+    """A tiny model that is built into the run directory before the start (`miles-hpc make-model`)."""
+
+    kind: Annotated[Literal["tiny"], _d("What to build.")] = "tiny"
+    hidden_size: Annotated[PositiveInt, _d("Width.")] = 64
+    layers: Annotated[PositiveInt, _d("Depth.")] = 2
+    heads: Annotated[PositiveInt, _d("Attention heads.")] = 4
+
+
+class ModelConfig(_Section):
+    """The policy."""
+
+    name: Annotated[str, _d("Name of the model; pools are called after it.")] = "policy"
+    path: Annotated[str, _d("HF model directory with tokenizer and chat template; empty with `make`.")] = ""
+    make: Annotated[MakeModelConfig | None, _d("Build a tiny model instead of reading `path`.")] = None
+    chat_template: Annotated[str, _d("Chat template file that replaces the tokenizer's own; empty: the tokenizer's.")] = ""
+
+
+class DataConfig(_Section):
+    """Prompts."""
+
+    prompts: Annotated[str, _d("jsonl or parquet file, `path@[a:b]` for a slice of its rows.")] = ""
+    prompt_key: Annotated[str, _d("Key of the prompt: a text, or a list of chat messages.")] = "prompt"
+    label_key: Annotated[str, _d("Key of the label that the reward compares with; empty: no label.")] = "label"
+    metadata_key: Annotated[str, _d("Key of a table that is passed to reward and generate functions.")] = "metadata"
+    shuffle: Annotated[bool, _d("Shuffle by seed + epoch; off: file order.")] = True
+    heldout: Annotated[str, _d("File of prompts that are only evaluated; empty: no held-out evaluation.")] = ""
+    max_prompt_tokens: Annotated[PositiveInt, _d("Longer prompts are left out and counted.")] = 4096
+
+
+class RolloutConfig(_Section):
+    """What is generated in a step."""
+
+    batch_size: Annotated[PositiveInt, _d("Prompt groups in a step.")] = 8
+    samples_per_prompt: Annotated[PositiveInt, _d("Samples in a group.")] = 4
+    workers: Annotated[PositiveInt, _d("Rollout worker processes.")] = 2
+    concurrency: Annotated[PositiveInt, _d("Groups that one worker runs at once (its credits).")] = 16
+    max_response_tokens: Annotated[PositiveInt, _d("Upper bound of one generated turn.")] = 256
+    temperature: Annotated[float, Meta(ge=0), _d("Sampling temperature; 0 is greedy.")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1), _d("Nucleus sampling bound.")] = 1.0
+    top_k: Annotated[int, _d("Top-k bound; -1: none.")] = -1
+    stop: Annotated[list[str], _d("Texts that end a generation.")] = []
+    session_every: Annotated[
+        NonNegativeInt, _d("Every n-th prompt is a two-turn exchange through a session server; 0: none.")
+    ] = 0
+    second_turn: Annotated[str, _d("The user's second message in a two-turn exchange.")] = "Are you sure? Answer again."
+    generate: Annotated[str, _d("Dotted path `module:function` of a generate function; empty: the built-in ones.")] = ""
+    sample_timeout_s: Annotated[PositiveFloat, _d("Deadline of one sample, retries included.")] = 600.0
+    keep_bytes: Annotated[PositiveInt, _d("Finished, uncommitted groups that one worker keeps for replay.")] = 1 << 30
+
+
+class RewardConfig(_Section):
+    """How a sample is scored."""
+
+    function: Annotated[str, _d("`exact_match`, `math_verify`, or a dotted path `module:function`.")] = "exact_match"
+    timeout_s: Annotated[PositiveFloat, _d("Deadline of one call.")] = 60.0
+    max_failure_rate: Annotated[float, Meta(ge=0, le=1), _d("Share of failed calls in a step that ends the run.")] = 0.2
+
+
+class InferenceConfig(_Section):
+    """Engines and routers."""
+
+    engine: Annotated[
+        Literal["embedded", "fake", "sglang"],
+        _d("`embedded`: the torch CPU engine; `sglang`: the real SGLang; `fake`: scripted tokens, for tests."),
+    ] = "embedded"
+    engines: Annotated[PositiveInt, _d("Engines of the policy.")] = 2
+    gpus_per_engine: Annotated[NonNegativeInt, _d("GPUs of one engine; 0 on a CPU.")] = 0
+    router_policy: Annotated[str, _d("Load-balancing policy of the router.")] = "round_robin"
+    router_port: Annotated[NonNegativeInt, _d("Fixed port of the router; 0: a free one is chosen.")] = 0
+    max_running_requests: Annotated[PositiveInt, _d("Requests in an embedded engine's running batch.")] = 64
+    threads: Annotated[PositiveInt, _d("CPU threads of one embedded engine.")] = 1
+    pause_mode: Annotated[Literal["retract", "abort", "in_place"], _d("What happens to running requests while weights change.")] = "retract"
+    fake_token_ms: Annotated[float, Meta(ge=0), _d("Time that a fake engine takes for a token, in milliseconds.")] = 1.0
+    sglang: Annotated[dict[str, Any], _d("ServerArgs of the real SGLang, by field name.")] = {}
+    start_deadline_s: Annotated[PositiveFloat, _d("Until a started engine must be healthy.")] = 1800.0
+    request_timeout_s: Annotated[PositiveFloat, _d("Deadline of one generate request, retries included.")] = 300.0
+    window_timeout_s: Annotated[PositiveFloat, _d("Longest weight update window; then it is aborted.")] = 600.0
+
+
+class SessionConfig(_Section):
+    """Session servers: chat with exact token bookkeeping."""
+
+    servers: Annotated[NonNegativeInt, _d("Session server processes.")] = 2
+    port: Annotated[NonNegativeInt, _d("Fixed port of the first instance, instance i listens on port + i; 0: free ports.")] = 0
+
+
+class WarmStartConfig(_Section):
+    """Supervised steps before the first rollout of a fresh run."""
+
+    data: Annotated[str, _d("jsonl file with prompt and answer.")] = ""
+    prompt_key: Annotated[str, _d("Key of the prompt.")] = "prompt"
+    answer_key: Annotated[str, _d("Key of the answer.")] = "answer"
+    steps: Annotated[PositiveInt, _d("Optimizer steps.")] = 300
+    batch_size: Annotated[PositiveInt, _d("Examples in a step, over all ranks.")] = 64
+    learning_rate: Annotated[float, Meta(ge=0), _d("Learning rate of these steps.")] = 3e-3
+
+
+class TrainConfig(_Section):
+    """The trainer."""
+
+    trainer: Annotated[str, _d("`torch`: the reference trainer; `hash`: hashes its batches, for tests; or `module:Class`.")] = "torch"
+    ranks: Annotated[PositiveInt, _d("Data-parallel ranks of the trainer cell.")] = 2
+    learning_rate: Annotated[float, Meta(ge=0), _d("AdamW learning rate.")] = 1e-5
+    weight_decay: Annotated[float, Meta(ge=0), _d("AdamW weight decay.")] = 0.0
+    max_grad_norm: Annotated[PositiveFloat, _d("Gradient clipping.")] = 1.0
+    updates_per_step: Annotated[PositiveInt, _d("Optimizer updates on one rollout batch.")] = 1
+    micro_batch_size: Annotated[PositiveInt, _d("Samples in one forward pass of one rank.")] = 16
+    clip_low: Annotated[float, Meta(gt=0), _d("Lower clipping range of the importance ratio.")] = 0.2
+    clip_high: Annotated[float, Meta(gt=0), _d("Upper clipping range of the importance ratio.")] = 0.2
+    normalize_advantages: Annotated[bool, _d("Divide a group's advantages by their standard deviation.")] = True
+    kl_coef: Annotated[float, Meta(ge=0), _d("Weight of the KL penalty to the start policy; 0: none.")] = 0.0
+    save_every: Annotated[PositiveInt, _d("Steps between two commits; a commit holds a checkpoint.")] = 5
+    keep_checkpoints: Annotated[PositiveInt, _d("Newest checkpoints that are kept.")] = 2
+    threads: Annotated[PositiveInt, _d("CPU threads of one rank.")] = 1
+    warm_start: Annotated[WarmStartConfig | None, _d("Supervised steps before the first rollout.")] = None
+
+
+class EvalConfig(_Section):
+    """Held-out evaluation: greedy, never mixed with the training accounts."""
+
+    every: Annotated[NonNegativeInt, _d("Steps between two evaluations; 0: only before the first and after the last step.")] = 0
+    limit: Annotated[NonNegativeInt, _d("Prompts that are evaluated; 0: all.")] = 0
+
+
+class HealConfig(_Section):
+    """How often a cell may be started again."""
+
+    budget: Annotated[NonNegativeInt, _d("Restarts of one cell inside the window; then the run ends with a reason.")] = 5
+    window_s: Annotated[PositiveFloat, _d("The window.")] = 600.0
+    backoff_s: Annotated[float, Meta(ge=0), _d("Wait before the second restart in the window; doubled for each further one.")] = 1.0
+    max_backoff_s: Annotated[float, Meta(ge=0), _d("Longest such wait.")] = 30.0
+
+
+class TrackingConfig(_Section):
+    """Where metrics go beside metrics.jsonl; a tracker that fails never fails a step."""
+
+    tensorboard: Annotated[bool, _d("Write TensorBoard events into <run_dir>/tensorboard.")] = False
+    wandb_project: Annotated[str, _d("W&B project; empty: none.")] = ""
+    wandb_mode: Annotated[Literal["online", "offline"], _d("W&B mode.")] = "offline"
+
+
+class Config(_Section):
+    """A run."""
+
+    name: Annotated[str, _d("Shown in lists; part of the default run id.")] = "run"
+    seed: Annotated[int, _d("Seed of data order, sampling, and model initialisation.")] = 0
+    steps: Annotated[PositiveInt, _d("Training steps of the whole run.")] = 10
+    mode: Annotated[Literal["sync"], _d("Driver loop.")] = "sync"
+    cluster: ClusterConfig = ClusterConfig()
+    network: NetworkConfig = NetworkConfig()
+    runtimes: Annotated[
+        dict[str, RuntimeConfig], _d("Runtimes by pool kind: router, engine, trainer, rollout-worker, default ...")
+    ] = {}
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    inference: InferenceConfig = InferenceConfig()
+    session: SessionConfig = SessionConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    heal: HealConfig = HealConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    timing: Timing = Timing()

@@ -1,0 +1,82 @@
+"""A spec declares a pool: what its workers run, what they need, and what happens when one dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.messages import PortInfo, Probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingSpec:
+    """How many cells a pool has and what each of their workers occupies.
+
+    Raises:
+        ValueError: when a count is negative or a pool with workers has none per cell.
+    """
+
+    num_cells: int = 1
+    num_workers_per_cell: int = 1
+    num_gpus_per_worker: int = 0
+    num_cpus_per_worker: float = 1.0
+    placement: Literal["spread", "pack"] = "spread"
+    colocate_with: str = ""
+    avoid_hub_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_cells < 0 or self.num_workers_per_cell < 1 or self.num_gpus_per_worker < 0:
+            raise ValueError(
+                f"scheduling of {self.num_cells} cells x {self.num_workers_per_cell} workers x "
+                f"{self.num_gpus_per_worker} GPUs is not possible"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchCommandContext:
+    """What a launch command may depend on. Addresses are complete when a command is rendered."""
+
+    cell_index: int
+    worker_index: int
+    local_gpu_ids: tuple[int, ...]
+    self_addrs: Mapping[str, HostAndPort]
+    """This worker's own ports and its cell's master ports, by port name."""
+    cell_addrs: tuple[Mapping[str, HostAndPort], ...]
+    """The same for each worker of the cell."""
+    pool_addrs: Mapping[str, tuple[tuple[Mapping[str, HostAndPort], ...], ...]]
+    """Pool id -> cells -> workers -> addresses."""
+    run_dir: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandWorkerSpec:
+    """A pool whose workers are programs started with an argument list, never through a shell."""
+
+    name: str
+    category: Literal[
+        "router", "session-server", "engine", "controller", "rollout-worker", "executor", "trainer", "driver"
+    ]
+    launch_command: Callable[[LaunchCommandContext], list[str]]
+    scheduling: SchedulingSpec = field(default_factory=SchedulingSpec)
+    port_infos: tuple[PortInfo, ...] = ()
+    env: Callable[[LaunchCommandContext], dict[str, str]] = lambda ctx: {}
+    runtime: str = "default"
+    probe: Probe = Probe()
+    restart: Literal["restart", "fail_run"] = "restart"
+    """What a death means: heal the cell within the budget, or end the run with a reason."""
+    state: Literal["stateless", "stateful"] = "stateless"
+    reads: tuple[str, ...] = ()
+    """Pools whose addresses the command is rendered with; this pool starts after them."""
+    stop_grace: float = 5.0
+    meta: Callable[[int], dict[str, Any]] = lambda cell_index: {}
+    """Facts about a cell that observers need; published with its addresses."""
+
+    def __post_init__(self) -> None:
+        names = [port.name for port in self.port_infos]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pool {self.name!r} declares a port name twice: {names}")
+        if self.probe.kind != "none" and self.probe.port not in names:
+            raise ValueError(f"pool {self.name!r}: its probe uses port {self.probe.port!r}, which it does not declare")

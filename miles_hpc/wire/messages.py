@@ -1,0 +1,346 @@
+"""Every control message, in one file.
+
+Frame 0 of a message is protocol version and run id (`codec.py`), frame 1 one of the structs below as msgpack with a tag.
+Fields are append-only and new ones have defaults, so that a reader of an older version still decodes them; the golden
+bytes of each lie in the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.ids import Generation
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all control messages."""
+
+
+class PortInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One named port of a worker.
+
+    Raises:
+        ValueError: on a combination that cannot be served.
+    """
+
+    name: str
+    static_port: int = 0
+    allow_dynamic: bool = True
+    mode: Literal["per_worker", "master"] = "per_worker"
+    num_consecutive: int = 1
+    offset_by_cell: bool = False
+
+    def __post_init__(self) -> None:
+        if self.allow_dynamic and self.offset_by_cell:
+            raise ValueError(f"port {self.name!r}: offset_by_cell needs a fixed port, so allow_dynamic must be off")
+        if not self.allow_dynamic and not self.static_port:
+            raise ValueError(f"port {self.name!r}: static_port is required when allow_dynamic is off")
+        if self.num_consecutive < 1:
+            raise ValueError(f"port {self.name!r}: num_consecutive must be at least 1")
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an agent sees that a worker serves: a connection to `port`, or HTTP 200 from `path` on it."""
+
+    kind: Literal["none", "tcp", "http"] = "none"
+    port: str = ""
+    path: str = "/health"
+    interval: float = 2.0
+    timeout: float = 5.0
+    threshold: int = 3
+    start_deadline: float = 1800.0
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    uuid: str
+    index: int
+    name: str = ""
+    memory_bytes: int = 0
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of an agent's table."""
+
+    worker: str
+    generation: Generation
+    state: Literal["reserved", "starting", "ready", "stopping"]
+    pid: int = 0
+    ports: dict[str, int] = {}
+
+
+# ---------------------------------------------------------------------------------------------- agent -> hub
+class AgentHello(Message):
+    """First message of an agent incarnation, and after each reconnect."""
+
+    incarnation: str
+    node_index: int
+    node_key: str
+    host: str
+    pid: int
+    address: str
+    """IP literal that this node's workers are reached at."""
+    package_version: str
+    digest: str
+    cpus: float = 1.0
+    memory_bytes: int = 0
+    gpus: list[Gpu] = []
+    table: list[WorkerState] = []
+    wall_s: float = 0.0
+
+
+class Heartbeat(Message):
+    seq: int
+
+
+class FullTable(Message):
+    """Anti-entropy: everything that this agent runs."""
+
+    workers: list[WorkerState]
+
+
+class PortsReserved(Message):
+    """Answer to ReservePorts. `error` is empty, or says why no port was given (with the holder of a busy fixed port)."""
+
+    worker: str
+    generation: Generation
+    ports: dict[str, int] = {}
+    error: str = ""
+
+
+class WorkerStarted(Message):
+    worker: str
+    generation: Generation
+    pid: int
+
+
+class WorkerReady(Message):
+    worker: str
+    generation: Generation
+
+
+class WorkerExited(Message):
+    """A worker is gone, with everything it started. Pushed at once."""
+
+    worker: str
+    generation: Generation
+    exit_code: int | None = None
+    signal: int | None = None
+    oom: Literal["no", "probable", "yes"] = "no"
+    cause: Literal["exited", "stopped", "probe_failed", "start_deadline", "spawn_failed", "stopped_by_slurm"] = "exited"
+    text: str = ""
+    log_path: str = ""
+    log_tail: str = ""
+
+
+class Goodbye(Message):
+    """The agent leaves on purpose; its workers are stopped."""
+
+    reason: str = ""
+
+
+# ---------------------------------------------------------------------------------------------- hub -> agent
+class Welcome(Message):
+    node: str
+    epoch: int
+    heartbeat: float
+    run_id: str
+    attempt: int
+
+
+class Refused(Message):
+    """The hub does not accept the sender. `code` is for programs, `text` for people."""
+
+    code: Literal["version", "run", "digest", "node_taken", "superseded", "role", "unknown", "malformed"]
+    text: str
+
+
+class ReservePorts(Message):
+    worker: str
+    generation: Generation
+    ports: list[PortInfo]
+    cell_index: int = 0
+    keep: dict[str, int] = {}
+    """Ports that the cell's last generation had on this node; kept where they are free."""
+
+
+class StartWorker(Message):
+    worker: str
+    generation: Generation
+    argv: list[str]
+    env: dict[str, str]
+    ports: dict[str, int]
+    probe: Probe
+    stop_grace: float = 5.0
+    gpu_uuids: list[str] = []
+
+
+class StopWorker(Message):
+    worker: str
+    generation: Generation
+    reason: str = ""
+
+
+class Shutdown(Message):
+    """Stop every worker, then leave with `exit_code`."""
+
+    reason: str
+    exit_code: int = 0
+
+
+# ------------------------------------------------------------------------- own programs (role worker) -> hub
+class ClientHello(Message):
+    """A program of ours that an agent started; it is told the addresses of all pools."""
+
+    worker: str
+    generation: Generation
+    pid: int
+
+
+class ClientHeartbeat(Message):
+    seq: int
+
+
+class Progress(Message):
+    """From the driver, after each step: shown by status and kept for the summary."""
+
+    step: int
+    weight_version: int
+    summary: dict[str, Any] = {}
+    """The driver's part of summary.json so far: steps, reward, heldout, groups."""
+
+
+class FinishRun(Message):
+    """From the driver: the run is over."""
+
+    outcome: Literal["finished", "failed"]
+    reason: str = ""
+    summary: dict[str, Any] = {}
+
+
+class ReplaceCell(Message):
+    """From the controller: this generation of a cell is of no use; stop it, and heal it within the budget."""
+
+    cell: str
+    generation: Generation
+    reason: str
+
+
+# ------------------------------------------------------------------------- hub -> own programs
+class CellAddrs(msgspec.Struct, frozen=True, kw_only=True):
+    """A living cell in the address book. Published when all its ports are known, withdrawn when any worker is gone."""
+
+    cell: str
+    generation: Generation
+    node: str
+    ready: bool
+    """Every worker's probe has passed in this generation."""
+    workers: list[dict[str, HostAndPort]]
+    meta: dict[str, Any] = {}
+
+
+class ClientWelcome(Message):
+    epoch: int
+    run_id: str
+    attempt: int
+
+
+class PoolAddrs(Message):
+    """The whole address book: pool id -> living cells in cell order."""
+
+    revision: int
+    pools: dict[str, list[CellAddrs]]
+    healed: int = 0
+    """Cells started again so far in this attempt."""
+
+
+class Superseded(Message):
+    """The receiver's generation has been replaced: exit."""
+
+    reason: str = ""
+
+
+# ---------------------------------------------------------------------------------------------- operator
+class GetStatus(Message):
+    call_id: str
+
+
+class GetCells(Message):
+    call_id: str
+
+
+class CancelRun(Message):
+    """End the run as cancelled."""
+
+    call_id: str
+    reason: str = ""
+
+
+class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    host: str
+    address: str
+    state: Literal["alive", "suspect", "dead"]
+    silent_s: float
+    pid: int = 0
+
+
+class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    ports: dict[str, int]
+
+
+class CellRow(msgspec.Struct, frozen=True, kw_only=True):
+    cell: str
+    pool: str
+    node: str
+    generation: Generation
+    state: str
+    workers: list[WorkerRow]
+    restarts: int
+
+
+class StatusReply(Message):
+    call_id: str
+    run_id: str
+    attempt: int
+    epoch: int
+    hub: str
+    step: int
+    weight_version: int
+    nodes: list[NodeRow]
+    cells: list[CellRow]
+    age_s: float
+    summary: dict[str, Any] = {}
+    outcome: str = ""
+
+
+class CellsReply(Message):
+    call_id: str
+    cells: list[CellRow]
+
+
+class Done(Message):
+    call_id: str
+
+
+class Failed(Message):
+    call_id: str
+    text: str
+
+
+FromAgent = AgentHello | Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye
+FromClient = ClientHello | ClientHeartbeat | Progress | FinishRun | ReplaceCell
+FromOperator = GetStatus | GetCells | CancelRun
+ToHub = FromAgent | FromClient | FromOperator
+ToAgent = Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown
+ToClient = ClientWelcome | Refused | PoolAddrs | Superseded
+ToOperator = StatusReply | CellsReply | Done | Failed | Refused
+FromHub = (
+    Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown
+    | ClientWelcome | PoolAddrs | Superseded | StatusReply | CellsReply | Done | Failed
+)  # fmt: skip
