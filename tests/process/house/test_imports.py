@@ -1,0 +1,84 @@
+"""Each module imports alone and in either order with its neighbours, and the light programs stay light."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+PACKAGE = Path(__file__).parents[3] / "miles_hpc"
+
+# One interpreter forks a child per case, so that a hundred clean imports cost a hundred forks and not a hundred starts.
+FORKER = """
+import importlib, json, os, sys
+failed = {}
+for case in json.load(sys.stdin):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for name in case:
+                importlib.import_module(name)
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode()[:4000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    if said:
+        failed[" then ".join(case)] = said
+json.dump(failed, sys.stdout)
+"""
+
+LIGHT = {
+    "miles_hpc.agent.run": {"torch", "transformers", "submitit", "aiohttp", "numpy", "rich"},
+    "miles_hpc.hub.run": {"torch", "transformers", "submitit", "aiohttp", "numpy", "rich"},
+    "miles_hpc.cli.main": {"torch", "transformers", "submitit", "aiohttp", "numpy", "rich", "matplotlib", "zmq"},
+    "miles_hpc.rollout.run_worker": {"torch", "transformers", "submitit", "rich", "pyarrow", "matplotlib"},
+    "miles_hpc.rollout.run_executor": {"torch", "transformers", "submitit", "rich", "pyarrow", "matplotlib"},
+    "miles_hpc.inference.run_controller": {"torch", "transformers", "submitit", "rich", "pyarrow", "matplotlib"},
+    "miles_hpc.session.serve": {"torch", "transformers", "submitit", "rich", "pyarrow", "matplotlib"},
+    "miles_hpc.engine.fake": {"torch", "transformers", "submitit", "numpy", "rich", "pyarrow"},
+    "miles_hpc.train.run_driver": {"torch", "transformers", "submitit", "rich", "pyarrow", "matplotlib"},
+    "miles_hpc.train.run_trainer": {"torch", "transformers", "submitit", "rich", "pyarrow", "matplotlib"},
+}
+
+
+def all_modules() -> list[str]:
+    names = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+def import_cases(cases: list[list[str]]) -> dict[str, str]:
+    done = subprocess.run([sys.executable, "-c", FORKER], input=json.dumps(cases), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_module_imports_alone():
+    assert import_cases([[name] for name in all_modules()]) == {}
+
+
+def test_neighbours_in_one_room_import_in_either_order():
+    light = [name for name in all_modules() if ".embedded" not in name and "torch" not in name]
+    cases = []
+    for first, second in zip(light, light[1:], strict=False):
+        if first.split(".")[:2] == second.split(".")[:2]:
+            cases += [[first, second], [second, first]]
+    assert import_cases(cases) == {}
+
+
+@pytest.mark.parametrize("module", sorted(LIGHT))
+def test_a_light_program_does_not_load_heavy_libraries(module):
+    code = f"import sys, {module}; print('\\n'.join(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert not loaded & LIGHT[module]

@@ -1,0 +1,33 @@
+# Sourced by the tools: makes .venv and installs into it what is asked for. Prints what it does; can be run again.
+#   use_venv EXTRA     e.g. use_venv all, use_venv dev
+
+say() { printf '[%s] %s\n' "$(basename "$0")" "$*"; }
+
+die() { printf '[%s] %s\n' "$(basename "$0")" "$*" >&2; exit 2; }
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-python3}" python3.12 python3.11 python3.10; do
+        command -v "$candidate" >/dev/null 2>&1 || continue
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo "$candidate"; return; }
+    done
+    die "Python 3.10 or newer was not found: install it, or name it with PYTHON=/path/to/python3"
+}
+
+use_venv() {
+    local extra=$1 want have stamp=.venv/.installed-$1
+    if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
+        local python
+        python=$(find_python)
+        say "making .venv with $("$python" --version)"
+        rm -rf .venv
+        "$python" -m venv .venv || die "python3 -m venv failed: on Debian and Ubuntu install the package python3-venv"
+    fi
+    want=$(cat pyproject.toml tools/constraints.txt | cksum)
+    have=$(cat "$stamp" 2>/dev/null || true)
+    if [ "$want" != "$have" ]; then
+        say "installing miles-hpc[$extra] into .venv"
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt -e ".[$extra]"
+        printf '%s' "$want" >"$stamp"
+    fi
+}
