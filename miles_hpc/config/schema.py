@@ -18,36 +18,52 @@ def _d(text: str) -> Meta:
     return Meta(description=text)
 
 
+def _path(text: str) -> Meta:
+    """A path of the file system: relative to the file that sets it, absolute in a resolved config."""
+    return Meta(description=text, extra={"path": True})
+
+
+def _program(text: str) -> Meta:
+    """A path like the others, or a bare name that is looked up in PATH."""
+    return Meta(description=text, extra={"path": True, "program": True})
+
+
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(_Section, frozen=True):
     """Where the run lives."""
 
-    local_nodes: Annotated[PositiveInt, _d("Agents started on this machine by `miles-hpc run`, on 127.0.0.2 and up.")] = 1
+    local_nodes: Annotated[
+        PositiveInt, _d("Agents started on this machine by `miles-hpc run`, on 127.0.0.2 and up.")
+    ] = 1
     spare_nodes: Annotated[NonNegativeInt, _d("Nodes kept free for replacements.")] = 0
 
 
-class NetworkConfig(_Section):
+class NetworkConfig(_Section, frozen=True):
     """Addresses and ports."""
 
-    interface: Annotated[str, _d("Interface whose addresses the hub and workers use; empty: every routable one is tried.")] = ""
+    interface: Annotated[
+        str, _d("Interface whose addresses the hub and workers use; empty: every routable one is tried.")
+    ] = ""
     subnet: Annotated[str, _d("CIDR that the chosen address must lie in; empty: any.")] = ""
     port_range: Annotated[
         tuple[int, int] | None, _d("First and last dynamic port; unset: 20000 up to the kernel's ephemeral range.")
     ] = None
 
 
-class RuntimeConfig(_Section):
+class RuntimeConfig(_Section, frozen=True):
     """The interpreter and environment that a pool's workers start in."""
 
-    python: Annotated[str, _d("Interpreter; empty: the one that runs miles-hpc.")] = ""
+    python: Annotated[
+        str, _program("Interpreter; a bare name is looked up in PATH; empty: the one that runs miles-hpc.")
+    ] = ""
     env: Annotated[dict[str, str], _d("Environment variables added for these workers.")] = {}
 
 
-class MakeModelConfig(_Section):
+class MakeModelConfig(_Section, frozen=True):
     """A tiny model that is built into the run directory before the start (`miles-hpc make-model`)."""
 
     kind: Annotated[Literal["tiny"], _d("What to build.")] = "tiny"
@@ -56,28 +72,30 @@ class MakeModelConfig(_Section):
     heads: Annotated[PositiveInt, _d("Attention heads.")] = 4
 
 
-class ModelConfig(_Section):
+class ModelConfig(_Section, frozen=True):
     """The policy."""
 
     name: Annotated[str, _d("Name of the model; pools are called after it.")] = "policy"
-    path: Annotated[str, _d("HF model directory with tokenizer and chat template; empty with `make`.")] = ""
+    path: Annotated[str, _path("HF model directory with tokenizer and chat template; empty with `make`.")] = ""
     make: Annotated[MakeModelConfig | None, _d("Build a tiny model instead of reading `path`.")] = None
-    chat_template: Annotated[str, _d("Chat template file that replaces the tokenizer's own; empty: the tokenizer's.")] = ""
+    chat_template: Annotated[
+        str, _path("Chat template file that replaces the tokenizer's own; empty: the tokenizer's.")
+    ] = ""
 
 
-class DataConfig(_Section):
+class DataConfig(_Section, frozen=True):
     """Prompts."""
 
-    prompts: Annotated[str, _d("jsonl or parquet file, `path@[a:b]` for a slice of its rows.")] = ""
+    prompts: Annotated[str, _path("jsonl or parquet file, `path@[a:b]` for a slice of its rows.")] = ""
     prompt_key: Annotated[str, _d("Key of the prompt: a text, or a list of chat messages.")] = "prompt"
     label_key: Annotated[str, _d("Key of the label that the reward compares with; empty: no label.")] = "label"
     metadata_key: Annotated[str, _d("Key of a table that is passed to reward and generate functions.")] = "metadata"
     shuffle: Annotated[bool, _d("Shuffle by seed + epoch; off: file order.")] = True
-    heldout: Annotated[str, _d("File of prompts that are only evaluated; empty: no held-out evaluation.")] = ""
+    heldout: Annotated[str, _path("File of prompts that are only evaluated; empty: no held-out evaluation.")] = ""
     max_prompt_tokens: Annotated[PositiveInt, _d("Longer prompts are left out and counted.")] = 4096
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(_Section, frozen=True):
     """What is generated in a step."""
 
     batch_size: Annotated[PositiveInt, _d("Prompt groups in a step.")] = 8
@@ -98,7 +116,7 @@ class RolloutConfig(_Section):
     keep_bytes: Annotated[PositiveInt, _d("Finished, uncommitted groups that one worker keeps for replay.")] = 1 << 30
 
 
-class RewardConfig(_Section):
+class RewardConfig(_Section, frozen=True):
     """How a sample is scored."""
 
     function: Annotated[str, _d("`exact_match`, `math_verify`, or a dotted path `module:function`.")] = "exact_match"
@@ -106,7 +124,7 @@ class RewardConfig(_Section):
     max_failure_rate: Annotated[float, Meta(ge=0, le=1), _d("Share of failed calls in a step that ends the run.")] = 0.2
 
 
-class InferenceConfig(_Section):
+class InferenceConfig(_Section, frozen=True):
     """Engines and routers."""
 
     engine: Annotated[
@@ -119,25 +137,32 @@ class InferenceConfig(_Section):
     router_port: Annotated[NonNegativeInt, _d("Fixed port of the router; 0: a free one is chosen.")] = 0
     max_running_requests: Annotated[PositiveInt, _d("Requests in an embedded engine's running batch.")] = 64
     threads: Annotated[PositiveInt, _d("CPU threads of one embedded engine.")] = 1
-    pause_mode: Annotated[Literal["retract", "abort", "in_place"], _d("What happens to running requests while weights change.")] = "retract"
+    pause_mode: Annotated[
+        Literal["retract", "abort", "in_place"], _d("What happens to running requests while weights change.")
+    ] = "retract"
     fake_token_ms: Annotated[float, Meta(ge=0), _d("Time that a fake engine takes for a token, in milliseconds.")] = 1.0
     sglang: Annotated[dict[str, Any], _d("ServerArgs of the real SGLang, by field name.")] = {}
+    sglang_program: Annotated[
+        str, _path("Python file that is started in place of `-m sglang.launch_server`; empty: SGLang's own.")
+    ] = ""
     start_deadline_s: Annotated[PositiveFloat, _d("Until a started engine must be healthy.")] = 1800.0
     request_timeout_s: Annotated[PositiveFloat, _d("Deadline of one generate request, retries included.")] = 300.0
     window_timeout_s: Annotated[PositiveFloat, _d("Longest weight update window; then it is aborted.")] = 600.0
 
 
-class SessionConfig(_Section):
+class SessionConfig(_Section, frozen=True):
     """Session servers: chat with exact token bookkeeping."""
 
     servers: Annotated[NonNegativeInt, _d("Session server processes.")] = 2
-    port: Annotated[NonNegativeInt, _d("Fixed port of the first instance, instance i listens on port + i; 0: free ports.")] = 0
+    port: Annotated[
+        NonNegativeInt, _d("Fixed port of the first instance, instance i listens on port + i; 0: free ports.")
+    ] = 0
 
 
-class WarmStartConfig(_Section):
+class WarmStartConfig(_Section, frozen=True):
     """Supervised steps before the first rollout of a fresh run."""
 
-    data: Annotated[str, _d("jsonl file with prompt and answer.")] = ""
+    data: Annotated[str, _path("jsonl file with prompt and answer.")] = ""
     prompt_key: Annotated[str, _d("Key of the prompt.")] = "prompt"
     answer_key: Annotated[str, _d("Key of the answer.")] = "answer"
     steps: Annotated[PositiveInt, _d("Optimizer steps.")] = 300
@@ -145,10 +170,12 @@ class WarmStartConfig(_Section):
     learning_rate: Annotated[float, Meta(ge=0), _d("Learning rate of these steps.")] = 3e-3
 
 
-class TrainConfig(_Section):
+class TrainConfig(_Section, frozen=True):
     """The trainer."""
 
-    trainer: Annotated[str, _d("`torch`: the reference trainer; `hash`: hashes its batches, for tests; or `module:Class`.")] = "torch"
+    trainer: Annotated[
+        str, _d("`torch`: the reference trainer; `hash`: hashes its batches, for tests; or `module:Class`.")
+    ] = "torch"
     ranks: Annotated[PositiveInt, _d("Data-parallel ranks of the trainer cell.")] = 2
     learning_rate: Annotated[float, Meta(ge=0), _d("AdamW learning rate.")] = 1e-5
     weight_decay: Annotated[float, Meta(ge=0), _d("AdamW weight decay.")] = 0.0
@@ -165,23 +192,29 @@ class TrainConfig(_Section):
     warm_start: Annotated[WarmStartConfig | None, _d("Supervised steps before the first rollout.")] = None
 
 
-class EvalConfig(_Section):
+class EvalConfig(_Section, frozen=True):
     """Held-out evaluation: greedy, never mixed with the training accounts."""
 
-    every: Annotated[NonNegativeInt, _d("Steps between two evaluations; 0: only before the first and after the last step.")] = 0
+    every: Annotated[
+        NonNegativeInt, _d("Steps between two evaluations; 0: only before the first and after the last step.")
+    ] = 0
     limit: Annotated[NonNegativeInt, _d("Prompts that are evaluated; 0: all.")] = 0
 
 
-class HealConfig(_Section):
+class HealConfig(_Section, frozen=True):
     """How often a cell may be started again."""
 
-    budget: Annotated[NonNegativeInt, _d("Restarts of one cell inside the window; then the run ends with a reason.")] = 5
+    budget: Annotated[
+        NonNegativeInt, _d("Restarts of one cell inside the window; then the run ends with a reason.")
+    ] = 5
     window_s: Annotated[PositiveFloat, _d("The window.")] = 600.0
-    backoff_s: Annotated[float, Meta(ge=0), _d("Wait before the second restart in the window; doubled for each further one.")] = 1.0
+    backoff_s: Annotated[
+        float, Meta(ge=0), _d("Wait before the second restart in the window; doubled for each further one.")
+    ] = 1.0
     max_backoff_s: Annotated[float, Meta(ge=0), _d("Longest such wait.")] = 30.0
 
 
-class TrackingConfig(_Section):
+class TrackingConfig(_Section, frozen=True):
     """Where metrics go beside metrics.jsonl; a tracker that fails never fails a step."""
 
     tensorboard: Annotated[bool, _d("Write TensorBoard events into <run_dir>/tensorboard.")] = False
@@ -189,13 +222,21 @@ class TrackingConfig(_Section):
     wandb_mode: Annotated[Literal["online", "offline"], _d("W&B mode.")] = "offline"
 
 
-class Config(_Section):
+class Config(_Section, frozen=True):
     """A run."""
 
     name: Annotated[str, _d("Shown in lists; part of the default run id.")] = "run"
     seed: Annotated[int, _d("Seed of data order, sampling, and model initialisation.")] = 0
     steps: Annotated[PositiveInt, _d("Training steps of the whole run.")] = 10
     mode: Annotated[Literal["sync"], _d("Driver loop.")] = "sync"
+    python_path: Annotated[
+        list[str],
+        Meta(
+            description="Directories where your own reward, generate and trainer modules are found; the run file's own "
+            "directory and the current one are added where a dotted path is used.",
+            extra={"path": True},
+        ),
+    ] = []
     cluster: ClusterConfig = ClusterConfig()
     network: NetworkConfig = NetworkConfig()
     runtimes: Annotated[

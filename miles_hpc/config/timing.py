@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -12,36 +15,37 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ValueError: when two values are in the wrong order; the text names both.
     """
 
-    heartbeat: float = 1.0
-    """Between two heartbeats of one agent; the hub stretches it for large fleets and says so in the welcome."""
-    suspect: float = 3.0
-    """Silence after which a node gets no new work."""
-    dead: float = 10.0
-    """Silence after which a node's stateless cells are replaced."""
-    failover_max: float = 27.0
-    """Until the last candidate has claimed the hub of a lost node."""
-    hub_stall: float = 30.0
-    """A hub loop that stands still this long is restarted by its own agent."""
-    fence: float = 45.0
-    """An agent without a hub kills its stateful groups at this age."""
-    hub_grace: float = 120.0
-    """An agent without a hub stops everything and exits at this age."""
-    anti_entropy: float = 10.0
-    """Between two full tables of one agent."""
-    join: float = 60.0
-    """Until every node of the run has said hello."""
-    stop_grace: float = 5.0
-    """Between SIGTERM and SIGKILL to a worker's group."""
-    trainer_stop_grace: float = 20.0
-    """The same for a trainer's group."""
-    start_deadline: float = 1800.0
-    """Until a started worker's probe must have passed once."""
-    probe_interval: float = 2.0
-    """Between two probes of a worker."""
-    probe_timeout: float = 5.0
-    """One probe's answer."""
-    status_interval: float = 1.0
-    """Between two writes of status.json."""
+    heartbeat: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Between two heartbeats of one agent; the hub stretches it for large fleets, see its welcome.",
+        ),
+    ] = 1.0
+    suspect: Annotated[float, Meta(gt=0, description="Silence after which a node gets no new work.")] = 3.0
+    dead: Annotated[float, Meta(gt=0, description="Silence after which a node's stateless cells are replaced.")] = 10.0
+    failover_max: Annotated[
+        float, Meta(gt=0, description="Until the last candidate has claimed the hub of a lost node.")
+    ] = 27.0
+    hub_stall: Annotated[
+        float, Meta(gt=0, description="A hub loop that stands still this long is restarted by its own agent.")
+    ] = 30.0
+    fence: Annotated[float, Meta(gt=0, description="An agent without a hub kills its stateful groups at this age.")] = (
+        45.0
+    )
+    hub_grace: Annotated[
+        float, Meta(gt=0, description="An agent without a hub stops everything and exits at this age.")
+    ] = 120.0
+    anti_entropy: Annotated[float, Meta(gt=0, description="Between two full tables of one agent.")] = 10.0
+    join: Annotated[float, Meta(gt=0, description="Until every node of the run has said hello.")] = 60.0
+    stop_grace: Annotated[float, Meta(gt=0, description="Between SIGTERM and SIGKILL to a worker's group.")] = 5.0
+    trainer_stop_grace: Annotated[float, Meta(gt=0, description="The same for a trainer's group.")] = 20.0
+    start_deadline: Annotated[
+        float, Meta(gt=0, description="Until a started worker's probe must have passed once.")
+    ] = 1800.0
+    probe_interval: Annotated[float, Meta(gt=0, description="Between two probes of a worker.")] = 2.0
+    probe_timeout: Annotated[float, Meta(gt=0, description="One probe's answer.")] = 5.0
+    status_interval: Annotated[float, Meta(gt=0, description="Between two writes of status.json.")] = 1.0
 
     def __post_init__(self) -> None:
         order = [

@@ -64,7 +64,7 @@ class CommandWorkerSpec:
     port_infos: tuple[PortInfo, ...] = ()
     env: Callable[[LaunchCommandContext], dict[str, str]] = lambda ctx: {}
     runtime: str = "default"
-    probe: Probe = Probe()
+    probe: Probe = field(default_factory=Probe)
     restart: Literal["restart", "fail_run"] = "restart"
     """What a death means: heal the cell within the budget, or end the run with a reason."""
     state: Literal["stateless", "stateful"] = "stateless"

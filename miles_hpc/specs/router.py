@@ -1,0 +1,79 @@
+"""The router: the real sglang-router, started without engines; the controller registers them."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from miles_hpc.config.schema import Config
+from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext, SchedulingSpec
+from miles_hpc.specs.runtime import foreign_env, python_of
+from miles_hpc.wire.messages import PortInfo, Probe
+
+
+def router_pool(config: Config) -> str:
+    """Name of the router's pool."""
+    return f"router-{config.model.name}"
+
+
+def router_spec(config: Config) -> CommandWorkerSpec:
+    fixed = config.inference.router_port
+
+    def command(ctx: LaunchCommandContext) -> list[str]:
+        http, prometheus = ctx.self_addrs["http"], ctx.self_addrs["prometheus"]
+        return [
+            python_of(config, "router"),
+            "-m",
+            "sglang_router.launch_router",
+            *("--host", router_host(http.host)),
+            *("--port", str(http.port)),
+            *("--policy", config.inference.router_policy),
+            *("--prometheus-host", prometheus.host),
+            *("--prometheus-port", str(prometheus.port)),
+            *("--log-level", "warn"),
+            # The controller takes a lost engine out at once; these bound the harm until it has.
+            *("--health-check-interval-secs", "2"),
+            *("--health-failure-threshold", "2"),
+            *("--health-success-threshold", "1"),
+            *("--health-check-timeout-secs", "5"),
+            *("--worker-startup-check-interval", "1"),
+            *("--request-timeout-secs", str(max(1, round(config.inference.request_timeout_s)))),
+            # In-flight requests are retried by their clients, so a router that is told to stop need not wait for them.
+            *("--shutdown-grace-period-secs", "2"),
+            # Failed requests in a row are normal while an engine restarts; the controller decides, not a breaker.
+            "--disable-circuit-breaker",
+        ]
+
+    return CommandWorkerSpec(
+        name=router_pool(config),
+        category="router",
+        runtime="router",
+        launch_command=command,
+        env=lambda ctx: foreign_env(config, "router"),
+        scheduling=SchedulingSpec(num_cpus_per_worker=0.5),
+        port_infos=(
+            PortInfo(name="http", static_port=fixed, allow_dynamic=not fixed),
+            PortInfo(name="prometheus"),
+        ),
+        probe=Probe(
+            kind="http",
+            port="http",
+            path="/health",
+            interval=config.timing.probe_interval,
+            timeout=config.timing.probe_timeout,
+            start_deadline=config.timing.start_deadline,
+        ),
+        stop_grace=config.timing.stop_grace,
+        meta=lambda cell_index: {"model": config.model.name},
+    )
+
+
+def router_host(host: str) -> str:
+    """The form of `--host` that the router takes: an IP literal, version 6 in brackets; a name makes it exit.
+
+    Raises:
+        ValueError: when `host` is not an IP literal.
+    """
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
+    except ValueError as error:
+        raise ValueError(f"the router listens on IP literals only, got {host!r}: set network.subnet") from error

@@ -1,0 +1,58 @@
+"""The interpreter and environment of a pool's workers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from miles_hpc.config.schema import Config, RuntimeConfig
+
+# Small processes on many-core nodes: without these every numpy, torch or glibc pool grows with the core count.
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_ARENA_MAX": "2",
+}
+# Models are local directories by the time a worker starts; compute nodes often have no route to the model hub.
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+# Traffic inside a run never goes through a site's proxy.
+_NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
+
+
+def runtime_of(config: Config, kind: str) -> RuntimeConfig:
+    """`[runtimes.<kind>]`, else `[runtimes.default]`, else this interpreter's."""
+    return config.runtimes.get(kind) or config.runtimes.get("default") or RuntimeConfig()
+
+
+def python_of(config: Config, kind: str) -> str:
+    """The interpreter of a kind of pool; a bare name is looked up in PATH."""
+    python = runtime_of(config, kind).python
+    if not python:
+        return sys.executable
+    return python if os.sep in python else shutil.which(python) or python
+
+
+def own_program(config: Config, kind: str, module: str, *arguments: str) -> list[str]:
+    """Argument list of a program of ours."""
+    return [python_of(config, kind), "-m", module, *arguments]
+
+
+def own_env(config: Config, kind: str, threads: int = 1) -> dict[str, str]:
+    """Environment of a program of ours; what `[runtimes.<kind>].env` says wins."""
+    env = {**_ONE_THREAD, **_OFFLINE}
+    if threads > 1:
+        env |= {name: str(threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    given = runtime_of(config, kind).env
+    paths = [*config.python_path, *filter(None, [given.get("PYTHONPATH") or os.environ.get("PYTHONPATH")])]
+    env |= given
+    if paths:
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+    return env
+
+
+def foreign_env(config: Config, kind: str) -> dict[str, str]:
+    """Environment of a program of someone else."""
+    return {**_NO_PROXY, **_OFFLINE, **runtime_of(config, kind).env}
