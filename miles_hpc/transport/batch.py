@@ -1,0 +1,319 @@
+"""RolloutBatch: many samples as one array per field; after a sample has ended no token is touched in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from miles_hpc.transport.columns import (
+    Array,
+    Buffer,
+    SchemaError,
+    decode_columns,
+    encode_columns,
+    flat_index,
+    offsets_of,
+    pack_texts,
+    unpack_text,
+)
+
+KIND = "rollout_batch"
+
+STATUSES = ("completed", "truncated", "aborted", "failed")
+"""Names of the codes in `status`; append-only."""
+
+_TOKEN_COLUMNS = {"token_ids": np.int32, "loss_mask": np.uint8, "logprobs": np.float32}
+_SAMPLE_COLUMNS = {"rewards": np.float32, "sample_index": np.int64, "prompt_index": np.int64, "status": np.uint8}
+_FLAT = ("offsets", "span_offsets", "spans", *_TOKEN_COLUMNS, *_SAMPLE_COLUMNS)
+
+
+class LengthMismatch(ValueError):
+    """Fields of one sample that must be equally long are not; the text names the sample by its index."""
+
+
+@dataclass(frozen=True)
+class SampleArrays:
+    """One finished sample, the unit that is packed.
+
+    `token_ids` are prompt and response; `loss_mask` (1 where the policy generated) and `logprobs` (0 where it did not)
+    have the same length. `versions` are (weight version, first token, end token) over the same positions.
+    """
+
+    token_ids: Sequence[int] | Array
+    loss_mask: Sequence[int] | Array
+    logprobs: Sequence[float] | Array
+    reward: float
+    versions: Sequence[tuple[int, int, int]] = ()
+    status: str = "completed"
+    sample_index: int = 0
+    prompt_index: int = 0
+    texts: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Array] = field(default_factory=dict)
+    """Further per-token arrays, `[tokens, ...]`, e.g. routed experts int32."""
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """`n` samples with `t` tokens in all. Arrays are shared, never changed in place.
+
+    Raises:
+        SchemaError: columns that do not fit together.
+    """
+
+    token_ids: Array
+    """`[t] int32`."""
+    offsets: Array
+    """`[n + 1] int64`: sample i is `token_ids[offsets[i]:offsets[i + 1]]`."""
+    loss_mask: Array
+    """`[t] uint8`: 1 where the policy generated the token and it counts."""
+    logprobs: Array
+    """`[t] float32`: of the engine that generated the token; 0 elsewhere."""
+    rewards: Array
+    """`[n] float32`."""
+    sample_index: Array
+    """`[n] int64`: which sample of its prompt."""
+    prompt_index: Array
+    """`[n] int64`: row of the data set."""
+    status: Array
+    """`[n] uint8`: index into STATUSES."""
+    span_offsets: Array
+    """`[n + 1] int64` into `spans`."""
+    spans: Array
+    """`[s, 3] int64`: weight version, first token, end token; token positions count from the sample's start."""
+    texts: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
+    """Name -> offsets `[n + 1] int64` and blob `uint8`."""
+    extra: Mapping[str, Array] = field(default_factory=dict)
+    """Name -> `[t, ...]`: further per-token arrays."""
+
+    def __post_init__(self) -> None:
+        _check_offsets("offsets", self.offsets, len(self.token_ids))
+        _check_offsets("span_offsets", self.span_offsets, len(self.spans))
+        if self.spans.ndim != 2 or self.spans.shape[1] != 3:
+            raise SchemaError(f"spans have shape {self.spans.shape}; expected [s, 3]")
+        tokens, samples = len(self.token_ids), len(self)
+        per_token = {name: getattr(self, name) for name in _TOKEN_COLUMNS} | {
+            f"extra.{k}": v for k, v in self.extra.items()
+        }
+        for name, column in per_token.items():
+            if len(column) != tokens:
+                raise SchemaError(f"column {name} has {len(column)} rows; the batch has {tokens} tokens")
+        for name in ("span_offsets", *_SAMPLE_COLUMNS):
+            rows = len(getattr(self, name)) - (name == "span_offsets")
+            if rows != samples:
+                raise SchemaError(f"column {name} has {rows} rows; the batch has {samples} samples")
+        for name, (text_offsets, blob) in self.texts.items():
+            _check_offsets(f"text.{name}", text_offsets, len(blob))
+            if len(text_offsets) - 1 != samples:
+                raise SchemaError(f"text {name} has {len(text_offsets) - 1} rows; the batch has {samples} samples")
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Array:
+        """`[n] int64`: tokens of each sample."""
+        lengths: Array = np.diff(self.offsets)
+        return lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(array.nbytes for array in self._columns().values())
+
+    def text(self, name: str, index: int) -> str:
+        """One text, e.g. `response`; bytes that do not decode become U+FFFD.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        return unpack_text(*self.texts[name], index)
+
+    @classmethod
+    def pack(cls, samples: Sequence[SampleArrays]) -> RolloutBatch:
+        """Samples to columns.
+
+        Raises:
+            LengthMismatch: mask, log-probs or an extra array of a sample are not as long as its tokens.
+            SchemaError: samples differ in their extra columns or texts, or a status has no code.
+        """
+        for index, sample in enumerate(samples):
+            _check_sample(index, sample, samples[0])
+        lengths = [len(sample.token_ids) for sample in samples]
+        spans = [np.asarray(sample.versions, np.int64).reshape(-1, 3) for sample in samples]
+        text_names = list(samples[0].texts) if samples else []
+        extra_names = list(samples[0].extra) if samples else []
+        return cls(
+            offsets=offsets_of(lengths),
+            rewards=np.asarray([sample.reward for sample in samples], np.float32),
+            sample_index=np.asarray([sample.sample_index for sample in samples], np.int64),
+            prompt_index=np.asarray([sample.prompt_index for sample in samples], np.int64),
+            status=np.asarray([STATUSES.index(sample.status) for sample in samples], np.uint8),
+            span_offsets=offsets_of([len(rows) for rows in spans]),
+            spans=np.concatenate([np.zeros((0, 3), np.int64), *spans]),
+            texts={name: pack_texts([sample.texts[name] for sample in samples]) for name in text_names},
+            extra={
+                name: np.concatenate([np.asarray(sample.extra[name]) for sample in samples]) for name in extra_names
+            },
+            **{
+                name: np.concatenate([np.zeros(0, dtype), *(np.asarray(getattr(s, name), dtype) for s in samples)])
+                for name, dtype in _TOKEN_COLUMNS.items()
+            },
+        )
+
+    @classmethod
+    def concat(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """All samples of `batches`, in order.
+
+        Raises:
+            SchemaError: batches differ in their extra or text columns, or in the type of one.
+        """
+        if not batches:
+            return cls.pack([])
+        if len(batches) == 1:
+            return batches[0]
+        first = batches[0]
+        for batch in batches[1:]:
+            if set(batch.extra) != set(first.extra) or set(batch.texts) != set(first.texts):
+                raise SchemaError(
+                    f"batches differ in columns: {sorted([*first.extra, *first.texts])} and "
+                    f"{sorted([*batch.extra, *batch.texts])}"
+                )
+            for name in first.extra:
+                if batch.extra[name].dtype != first.extra[name].dtype:
+                    raise SchemaError(
+                        f"column {name!r} has types {first.extra[name].dtype} and {batch.extra[name].dtype}; "
+                        f"expected one"
+                    )
+        return cls(
+            offsets=_concat_offsets([batch.offsets for batch in batches]),
+            span_offsets=_concat_offsets([batch.span_offsets for batch in batches]),
+            spans=np.concatenate([batch.spans for batch in batches]),
+            texts={
+                name: (
+                    _concat_offsets([batch.texts[name][0] for batch in batches]),
+                    np.concatenate([batch.texts[name][1] for batch in batches]),
+                )
+                for name in first.texts
+            },
+            extra={name: np.concatenate([batch.extra[name] for batch in batches]) for name in first.extra},
+            **{
+                name: np.concatenate([getattr(batch, name) for batch in batches])
+                for name in (*_TOKEN_COLUMNS, *_SAMPLE_COLUMNS)
+            },
+        )
+
+    def slice(self, start: int, stop: int) -> RolloutBatch:
+        """Samples `start` to `stop`, as views.
+
+        Raises:
+            IndexError: the bounds are outside the batch or in the wrong order.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"slice {start}:{stop} of a batch of {len(self)} samples")
+        tokens = slice(int(self.offsets[start]), int(self.offsets[stop]))
+        spans = slice(int(self.span_offsets[start]), int(self.span_offsets[stop]))
+        rows = slice(start, stop)
+        return RolloutBatch(
+            offsets=self.offsets[start : stop + 1] - self.offsets[start],
+            span_offsets=self.span_offsets[start : stop + 1] - self.span_offsets[start],
+            spans=self.spans[spans],
+            texts={
+                name: (offsets[start : stop + 1] - offsets[start], blob[int(offsets[start]) : int(offsets[stop])])
+                for name, (offsets, blob) in self.texts.items()
+            },
+            extra={name: column[tokens] for name, column in self.extra.items()},
+            **{name: getattr(self, name)[tokens] for name in _TOKEN_COLUMNS},
+            **{name: getattr(self, name)[rows] for name in _SAMPLE_COLUMNS},
+        )
+
+    def take(self, rows: Sequence[int] | Array) -> RolloutBatch:
+        """Samples `rows` in that order, copied, without a loop over samples."""
+        index = np.asarray(rows, np.int64)
+        tokens = flat_index(self.offsets, index)
+        return RolloutBatch(
+            offsets=offsets_of(np.diff(self.offsets)[index]),
+            span_offsets=offsets_of(np.diff(self.span_offsets)[index]),
+            spans=self.spans[flat_index(self.span_offsets, index)],
+            texts={
+                name: (offsets_of(np.diff(offsets)[index]), blob[flat_index(offsets, index)])
+                for name, (offsets, blob) in self.texts.items()
+            },
+            extra={name: column[tokens] for name, column in self.extra.items()},
+            **{name: getattr(self, name)[tokens] for name in _TOKEN_COLUMNS},
+            **{name: getattr(self, name)[index] for name in _SAMPLE_COLUMNS},
+        )
+
+    def split(self, rank: int, size: int) -> RolloutBatch:
+        """Samples rank, rank + size, rank + 2 · size …"""
+        return self.take(np.arange(rank, len(self), size, dtype=np.int64))
+
+    def _columns(self) -> dict[str, Array]:
+        columns = {name: getattr(self, name) for name in _FLAT}
+        for name, (offsets, blob) in self.texts.items():
+            columns[f"text.{name}.offsets"] = offsets
+            columns[f"text.{name}.blob"] = blob
+        for name, array in self.extra.items():
+            columns[f"extra.{name}"] = array
+        return columns
+
+    def to_frames(self) -> list[Buffer]:
+        """Header frame and one frame per column, which views the array."""
+        return encode_columns(KIND, self._columns())
+
+    @classmethod
+    def from_frames(cls, frames: Sequence[Buffer]) -> RolloutBatch:
+        """A batch whose arrays are read-only views of the frames. Columns of a newer minor version are left out.
+
+        Raises:
+            SchemaError: the frames are not a batch of this major version.
+        """
+        columns, _ = decode_columns(KIND, frames)
+        missing = [name for name in _FLAT if name not in columns]
+        if missing:
+            raise SchemaError(f"a {KIND} lacks the columns {missing}")
+        for name, dtype in (_TOKEN_COLUMNS | _SAMPLE_COLUMNS).items():
+            if columns[name].dtype != dtype:
+                raise SchemaError(f"column {name!r} has type {columns[name].dtype}; expected {np.dtype(dtype)}")
+        names = [name.removeprefix("text.") for name in columns if name.startswith("text.")]
+        texts = [name.removesuffix(".offsets") for name in names if name.endswith(".offsets")]
+        return cls(
+            texts={name: (columns[f"text.{name}.offsets"], columns[f"text.{name}.blob"]) for name in texts},
+            extra={name[len("extra.") :]: array for name, array in columns.items() if name.startswith("extra.")},
+            **{name: columns[name] for name in _FLAT},
+        )
+
+
+def _check_offsets(name: str, offsets: Array, end: int) -> None:
+    if offsets.ndim != 1 or not len(offsets) or offsets[0] != 0 or offsets[-1] != end or (np.diff(offsets) < 0).any():
+        raise SchemaError(f"{name} must rise from 0 to {end}; found {offsets[:3]} … {offsets[-1:]}")
+
+
+def _concat_offsets(parts: Sequence[Array]) -> Array:
+    return offsets_of(np.concatenate([np.diff(part) for part in parts]))
+
+
+def _check_sample(index: int, sample: SampleArrays, first: SampleArrays) -> None:
+    tokens = len(sample.token_ids)
+    lengths = {"loss_mask": len(sample.loss_mask), "logprobs": len(sample.logprobs)}
+    lengths |= {f"extra {name!r}": len(array) for name, array in sample.extra.items()}
+    for name, length in lengths.items():
+        if length != tokens:
+            raise LengthMismatch(
+                f"sample {index} has {tokens} tokens but {name} has {length}; they must be equally long"
+            )
+    if set(sample.texts) != set(first.texts) or set(sample.extra) != set(first.extra):
+        raise SchemaError(
+            f"sample {index} has columns {sorted([*sample.texts, *sample.extra])}, sample 0 has "
+            f"{sorted([*first.texts, *first.extra])}; expected the same"
+        )
+    for name, array in sample.extra.items():
+        if np.asarray(array).dtype != np.asarray(first.extra[name]).dtype:
+            raise SchemaError(f"sample {index} has {name!r} of another type than sample 0; expected one")
+    if sample.status not in STATUSES:
+        raise SchemaError(f"sample {index} has status {sample.status!r}; expected one of {STATUSES}")
+    for version, start, end in sample.versions:
+        if not 0 <= start <= end <= tokens:
+            raise LengthMismatch(f"sample {index}: version {version} spans {start}:{end} of {tokens} tokens")

@@ -1,0 +1,200 @@
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles_hpc.transport.batch import LengthMismatch, RolloutBatch, SampleArrays
+from miles_hpc.transport.columns import Header, SchemaError, decode_columns, encode_columns, pack_texts, unpack_text
+
+pytestmark = pytest.mark.unit
+
+
+def sample(tokens=3, reward=1.0, index=0, **changes):
+    values = {
+        "token_ids": list(range(tokens)),
+        "loss_mask": [i % 2 for i in range(tokens)],
+        "logprobs": [-0.5 * i for i in range(tokens)],
+        "reward": reward,
+        "versions": [(7, 0, tokens)] if tokens else [],
+        "sample_index": index,
+        "prompt_index": index * 10,
+        "texts": {"response": f"text {index}"},
+    }
+    return SampleArrays(**{**values, **changes})
+
+
+def through_frames(batch):
+    return RolloutBatch.from_frames([bytes(frame) for frame in batch.to_frames()])
+
+
+def assert_same(left, right):
+    left_columns, right_columns = left._columns(), right._columns()
+    assert left_columns.keys() == right_columns.keys()
+    for name, column in left_columns.items():
+        assert column.dtype == right_columns[name].dtype, name
+        np.testing.assert_array_equal(column, right_columns[name], err_msg=name)
+
+
+samples = st.lists(
+    st.builds(
+        lambda tokens, reward, index, text, routed: sample(
+            tokens,
+            reward,
+            index,
+            texts={"response": text},
+            extra={"routed_experts": np.full((tokens, 2), routed, np.int32)},
+        ),
+        st.integers(0, 20),
+        st.floats(width=32, allow_nan=True),
+        st.integers(0, 2**40),
+        st.text(st.characters(), max_size=8),
+        st.integers(-(2**31), 2**31 - 1),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(samples)
+def test_frames_give_back_the_same_batch(items):
+    batch = RolloutBatch.pack(items)
+    again = through_frames(batch)
+    assert_same(again, batch)
+    assert [again.text("response", i) for i in range(len(items))] == [item.texts["response"] for item in items]
+
+
+@settings(deadline=None)
+@given(samples, st.data())
+def test_slicing_and_joining_again_changes_nothing(items, data):
+    batch = RolloutBatch.pack(items)
+    cut = data.draw(st.integers(0, len(items)))
+    assert_same(RolloutBatch.concat([batch.slice(0, cut), batch.slice(cut, len(items))]), batch)
+
+
+@settings(deadline=None)
+@given(samples, st.integers(1, 5))
+def test_ranks_get_every_sample_once_in_stride_order(items, size):
+    batch = RolloutBatch.pack(items)
+    for rank in range(size):
+        assert_same(
+            batch.split(rank, size), RolloutBatch.pack([*items[rank::size]]) if items[rank::size] else batch.take([])
+        )
+
+
+def test_decoded_arrays_view_the_frames_and_are_read_only():
+    frames = [memoryview(bytes(frame)) for frame in RolloutBatch.pack([sample(1000)]).to_frames()]
+    batch = RolloutBatch.from_frames(frames)
+    owner = batch.token_ids
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    assert any(owner.base is frame or getattr(owner.base, "obj", None) is frame.obj for frame in frames)
+    with pytest.raises(ValueError, match="read-only"):
+        batch.token_ids[0] = 1
+
+
+def test_encoded_frames_view_the_arrays():
+    batch = RolloutBatch.pack([sample(1000)])
+    frame = max(batch.to_frames(), key=len)
+    assert np.shares_memory(np.frombuffer(frame, np.uint8), batch.token_ids) or np.shares_memory(
+        np.frombuffer(frame, np.uint8), batch.logprobs
+    )
+
+
+def test_nan_and_infinity_pass():
+    batch = through_frames(RolloutBatch.pack([sample(3, math.nan, logprobs=[math.nan, math.inf, -math.inf])]))
+    assert math.isnan(batch.rewards[0])
+    assert math.isnan(batch.logprobs[0]) and list(batch.logprobs[1:]) == [math.inf, -math.inf]
+
+
+def test_an_empty_batch_and_an_empty_response_pass():
+    assert len(through_frames(RolloutBatch.pack([]))) == 0
+    assert through_frames(RolloutBatch.pack([sample(0)])).lengths.tolist() == [0]
+
+
+def test_a_long_response_passes():
+    assert through_frames(RolloutBatch.pack([sample(128 * 1024)])).lengths.tolist() == [128 * 1024]
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "logprobs"])
+def test_a_sample_of_mixed_lengths_is_named_by_its_index(name):
+    with pytest.raises(LengthMismatch, match=f"sample 1 has 3 tokens but {name} has 2"):
+        RolloutBatch.pack([sample(), sample(**{name: [0, 0]})])
+
+
+def test_a_version_span_outside_the_sample_is_named():
+    with pytest.raises(LengthMismatch, match=r"sample 0: version 4 spans 0:9 of 3"):
+        RolloutBatch.pack([sample(versions=[(4, 0, 9)])])
+
+
+def test_mixed_column_types_are_refused():
+    with pytest.raises(SchemaError, match="another type"):
+        RolloutBatch.pack([sample(extra={"x": np.zeros(3, np.int32)}), sample(extra={"x": np.zeros(3, np.float32)})])
+    left = RolloutBatch.pack([sample(extra={"x": np.zeros(3, np.int32)})])
+    right = RolloutBatch.pack([sample(extra={"x": np.zeros(3, np.int64)})])
+    with pytest.raises(SchemaError, match="'x' has types int32 and int64"):
+        RolloutBatch.concat([left, right])
+    with pytest.raises(SchemaError, match="differ in columns"):
+        RolloutBatch.concat([left, RolloutBatch.pack([sample()])])
+
+
+def test_a_status_without_a_code_is_refused():
+    with pytest.raises(SchemaError, match="'odd'"):
+        RolloutBatch.pack([sample(status="odd")])
+
+
+def test_bytes_that_are_no_unicode_become_replacement_characters():
+    assert unpack_text(np.array([0, 2]), np.array([0xFF, 0x41], np.uint8), 0) == "\ufffdA"
+    assert unpack_text(*pack_texts(["a", "\ud800x"]), 1) == "\ud800x"
+
+
+def test_frames_of_another_kind_version_or_size_are_refused():
+    frames = RolloutBatch.pack([sample()]).to_frames()
+    with pytest.raises(SchemaError, match="expected a 'other'"):
+        decode_columns("other", frames)
+    with pytest.raises(SchemaError, match="bytes; expected"):
+        RolloutBatch.from_frames([*frames[:-1], b"1"])
+    with pytest.raises(SchemaError, match="came with"):
+        RolloutBatch.from_frames(frames[:-1])
+    with pytest.raises(SchemaError, match="not the header"):
+        RolloutBatch.from_frames([b"\xc1", *frames[1:]])
+    with pytest.raises(SchemaError, match="no frames"):
+        RolloutBatch.from_frames([])
+    header = msgspec.msgpack.decode(frames[0])
+    with pytest.raises(SchemaError, match=r"version 2\.0"):
+        RolloutBatch.from_frames([msgspec.msgpack.encode({**header, "major": 2}), *frames[1:]])
+    with pytest.raises(SchemaError, match="lacks the columns"):
+        RolloutBatch.from_frames(encode_columns("rollout_batch", {"offsets": np.zeros(1, np.int64)}))
+
+
+def test_columns_and_fields_of_a_newer_minor_version_are_left_out():
+    batch = RolloutBatch.pack([sample()])
+    frames = encode_columns("rollout_batch", {**batch._columns(), "later": np.zeros(4)})
+    header = {**msgspec.msgpack.decode(frames[0]), "minor": 9, "unheard_of": 1}
+    assert_same(RolloutBatch.from_frames([msgspec.msgpack.encode(header), *frames[1:]]), batch)
+
+
+def test_the_header_of_a_column_message_keeps_its_bytes():
+    frames = encode_columns("rollout_batch", {"rewards": np.array([1.5], np.float32)}, {"a": 1})
+    assert frames[0].hex() == GOLDEN_HEADER
+    assert bytes(frames[1]).hex() == "0000c03f"
+    assert msgspec.msgpack.decode(frames[0], type=Header).meta == {"a": 1}
+
+
+def test_a_text_array_is_no_column():
+    with pytest.raises(SchemaError, match="expected numbers"):
+        encode_columns("x", {"name": np.array(["a"])})
+
+
+def test_a_slice_outside_the_batch_is_refused():
+    with pytest.raises(IndexError, match="slice 0:2 of a batch of 1"):
+        RolloutBatch.pack([sample()]).slice(0, 2)
+
+
+GOLDEN_HEADER = (
+    "85a46b696e64ad726f6c6c6f75745f6261746368a56d616a6f7201a56d696e6f7200a7636f6c756d6e739183a46e616d65a7"
+    "72657761726473a56474797065a33c6634a573686170659101a46d65746181a16101"
+)
