@@ -1,6 +1,6 @@
 """Every control message, in one file.
 
-Frame 0 of a message is protocol version and run id (`codec.py`), frame 1 one of the structs below as msgpack with a tag.
+Frame 0 of a message is protocol version and run id (`codec.py`), frame 1 one of the structs below as tagged msgpack.
 Fields are append-only and new ones have defaults, so that a reader of an older version still decodes them; the golden
 bytes of each lie in the tests.
 """
@@ -74,7 +74,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------------------------------------- agent -> hub
-class AgentHello(Message):
+class AgentHello(Message, frozen=True):
     """First message of an agent incarnation, and after each reconnect."""
 
     incarnation: str
@@ -93,18 +93,18 @@ class AgentHello(Message):
     wall_s: float = 0.0
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     seq: int
 
 
-class FullTable(Message):
+class FullTable(Message, frozen=True):
     """Anti-entropy: everything that this agent runs."""
 
     workers: list[WorkerState]
 
 
-class PortsReserved(Message):
-    """Answer to ReservePorts. `error` is empty, or says why no port was given (with the holder of a busy fixed port)."""
+class PortsReserved(Message, frozen=True):
+    """Answer to ReservePorts. `error` is empty, or says why no port was given (and who holds a busy fixed one)."""
 
     worker: str
     generation: Generation
@@ -112,18 +112,18 @@ class PortsReserved(Message):
     error: str = ""
 
 
-class WorkerStarted(Message):
+class WorkerStarted(Message, frozen=True):
     worker: str
     generation: Generation
     pid: int
 
 
-class WorkerReady(Message):
+class WorkerReady(Message, frozen=True):
     worker: str
     generation: Generation
 
 
-class WorkerExited(Message):
+class WorkerExited(Message, frozen=True):
     """A worker is gone, with everything it started. Pushed at once."""
 
     worker: str
@@ -137,14 +137,14 @@ class WorkerExited(Message):
     log_tail: str = ""
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """The agent leaves on purpose; its workers are stopped."""
 
     reason: str = ""
 
 
 # ---------------------------------------------------------------------------------------------- hub -> agent
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     node: str
     epoch: int
     heartbeat: float
@@ -152,14 +152,14 @@ class Welcome(Message):
     attempt: int
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The hub does not accept the sender. `code` is for programs, `text` for people."""
 
     code: Literal["version", "run", "digest", "node_taken", "superseded", "role", "unknown", "malformed"]
     text: str
 
 
-class ReservePorts(Message):
+class ReservePorts(Message, frozen=True):
     worker: str
     generation: Generation
     ports: list[PortInfo]
@@ -168,7 +168,7 @@ class ReservePorts(Message):
     """Ports that the cell's last generation had on this node; kept where they are free."""
 
 
-class StartWorker(Message):
+class StartWorker(Message, frozen=True):
     worker: str
     generation: Generation
     argv: list[str]
@@ -179,13 +179,19 @@ class StartWorker(Message):
     gpu_uuids: list[str] = []
 
 
-class StopWorker(Message):
+class StopWorker(Message, frozen=True):
     worker: str
     generation: Generation
     reason: str = ""
 
 
-class Shutdown(Message):
+class HeartbeatSeen(Message, frozen=True):
+    """The hub's loop has handled a heartbeat; sent by `sockets.HubSocket` and taken in by `sockets.HubLink`."""
+
+    seq: int
+
+
+class Shutdown(Message, frozen=True):
     """Stop every worker, then leave with `exit_code`."""
 
     reason: str
@@ -193,7 +199,7 @@ class Shutdown(Message):
 
 
 # ------------------------------------------------------------------------- own programs (role worker) -> hub
-class ClientHello(Message):
+class ClientHello(Message, frozen=True):
     """A program of ours that an agent started; it is told the addresses of all pools."""
 
     worker: str
@@ -201,11 +207,11 @@ class ClientHello(Message):
     pid: int
 
 
-class ClientHeartbeat(Message):
+class ClientHeartbeat(Message, frozen=True):
     seq: int
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """From the driver, after each step: shown by status and kept for the summary."""
 
     step: int
@@ -214,20 +220,24 @@ class Progress(Message):
     """The driver's part of summary.json so far: steps, reward, heldout, groups."""
 
 
-class FinishRun(Message):
+class FinishRun(Message, frozen=True):
     """From the driver: the run is over."""
 
     outcome: Literal["finished", "failed"]
     reason: str = ""
     summary: dict[str, Any] = {}
+    call_id: str = ""
+    """When set, the receipt is Done with this id. A repeated id is a repeated message."""
 
 
-class ReplaceCell(Message):
+class ReplaceCell(Message, frozen=True):
     """From the controller: this generation of a cell is of no use; stop it, and heal it within the budget."""
 
     cell: str
     generation: Generation
     reason: str
+    call_id: str = ""
+    """As in FinishRun."""
 
 
 # ------------------------------------------------------------------------- hub -> own programs
@@ -243,13 +253,13 @@ class CellAddrs(msgspec.Struct, frozen=True, kw_only=True):
     meta: dict[str, Any] = {}
 
 
-class ClientWelcome(Message):
+class ClientWelcome(Message, frozen=True):
     epoch: int
     run_id: str
     attempt: int
 
 
-class PoolAddrs(Message):
+class PoolAddrs(Message, frozen=True):
     """The whole address book: pool id -> living cells in cell order."""
 
     revision: int
@@ -258,22 +268,22 @@ class PoolAddrs(Message):
     """Cells started again so far in this attempt."""
 
 
-class Superseded(Message):
+class Superseded(Message, frozen=True):
     """The receiver's generation has been replaced: exit."""
 
     reason: str = ""
 
 
 # ---------------------------------------------------------------------------------------------- operator
-class GetStatus(Message):
+class GetStatus(Message, frozen=True):
     call_id: str
 
 
-class GetCells(Message):
+class GetCells(Message, frozen=True):
     call_id: str
 
 
-class CancelRun(Message):
+class CancelRun(Message, frozen=True):
     """End the run as cancelled."""
 
     call_id: str
@@ -304,7 +314,7 @@ class CellRow(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
 
 
-class StatusReply(Message):
+class StatusReply(Message, frozen=True):
     call_id: str
     run_id: str
     attempt: int
@@ -319,16 +329,16 @@ class StatusReply(Message):
     outcome: str = ""
 
 
-class CellsReply(Message):
+class CellsReply(Message, frozen=True):
     call_id: str
     cells: list[CellRow]
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     call_id: str
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     call_id: str
     text: str
 
@@ -337,10 +347,10 @@ FromAgent = AgentHello | Heartbeat | FullTable | PortsReserved | WorkerStarted |
 FromClient = ClientHello | ClientHeartbeat | Progress | FinishRun | ReplaceCell
 FromOperator = GetStatus | GetCells | CancelRun
 ToHub = FromAgent | FromClient | FromOperator
-ToAgent = Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown
-ToClient = ClientWelcome | Refused | PoolAddrs | Superseded
+ToAgent = Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen
+ToClient = ClientWelcome | Refused | PoolAddrs | Superseded | HeartbeatSeen | Done
 ToOperator = StatusReply | CellsReply | Done | Failed | Refused
 FromHub = (
-    Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown
+    Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen
     | ClientWelcome | PoolAddrs | Superseded | StatusReply | CellsReply | Done | Failed
 )  # fmt: skip

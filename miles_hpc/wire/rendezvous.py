@@ -1,0 +1,182 @@
+"""Where the hub is: one complete file per epoch, published by link(2), so that an epoch has one winner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from miles_hpc.wire.address import HostAndPort
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"epoch-(\d{5})\.json")
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+_PROGRESS_EVERY_S = 10.0
+
+
+class RendezvousError(Exception):
+    """A rendezvous file is of another run or attempt, or does not parse."""
+
+
+class EpochTaken(RendezvousError):
+    """Another hub published this epoch first."""
+
+
+class RendezvousTimeout(RendezvousError):
+    """No hub of the wanted epoch was published in time."""
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process needs to reach a hub. `addresses` are bare hosts, best first; all share `port`."""
+
+    run_id: str
+    attempt: int
+    epoch: int
+    addresses: list[str]
+    port: int
+    public_key: str
+    """CURVE public key of this epoch's hub, Z85."""
+    digest: str = ""
+    """Digest of resolved config, package version and runtimes."""
+
+    def __post_init__(self) -> None:
+        if not self.addresses:
+            raise ValueError("addresses of a rendezvous must not be empty")
+
+    @property
+    def endpoints(self) -> list[HostAndPort]:
+        """All addresses of the hub."""
+        return [HostAndPort(host, self.port) for host in self.addresses]
+
+
+def rendezvous_dir(run_dir: Path, attempt: int) -> Path:
+    """`<run_dir>/rendezvous/<attempt>`."""
+    return run_dir / "rendezvous" / str(attempt)
+
+
+def epochs(run_dir: Path, attempt: int) -> list[int]:
+    """Published epochs, ascending."""
+    try:
+        names = [path.name for path in rendezvous_dir(run_dir, attempt).iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def newest_attempt(run_dir: Path) -> int | None:
+    """Highest attempt that has published a hub."""
+    try:
+        names = [path.name for path in (run_dir / "rendezvous").iterdir()]
+    except FileNotFoundError:
+        return None
+    attempts = [int(name) for name in names if name.isdigit()]
+    return max((attempt for attempt in attempts if epochs(run_dir, attempt)), default=None)
+
+
+def publish(run_dir: Path, rendezvous: Rendezvous) -> Path:
+    """Claim `rendezvous.epoch` and make its file visible, complete or not at all.
+
+    Raises:
+        EpochTaken: when this epoch, or a higher one, has a file.
+        OSError: when the directory cannot be written.
+    """
+    directory = rendezvous_dir(run_dir, rendezvous.attempt)
+    directory.mkdir(parents=True, exist_ok=True)
+    taken = epochs(run_dir, rendezvous.attempt)
+    if taken and taken[-1] >= rendezvous.epoch:
+        raise EpochTaken(f"epoch {taken[-1]} of attempt {rendezvous.attempt} is published in {directory}")
+    target = directory / f"epoch-{rendezvous.epoch:05d}.json"
+    draft = directory / f".draft-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        with draft.open("xb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(rendezvous), indent=2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, target)
+        except FileExistsError as failure:
+            # Over NFS a link(2) whose answer was lost is sent again and then finds its own file.
+            if draft.stat().st_nlink != 2:
+                raise EpochTaken(f"{target} exists: another hub claimed epoch {rendezvous.epoch}") from failure
+    finally:
+        draft.unlink(missing_ok=True)
+    return target
+
+
+def read(run_dir: Path, attempt: int, epoch: int, run_id: str | None = None) -> Rendezvous:
+    """Read one epoch's file.
+
+    Raises:
+        RendezvousError: when it does not parse, or names another run, attempt or epoch.
+        FileNotFoundError: when there is none.
+    """
+    path = rendezvous_dir(run_dir, attempt) / f"epoch-{epoch:05d}.json"
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Rendezvous)
+    except msgspec.MsgspecError as failure:
+        raise RendezvousError(f"{path} is no rendezvous file: {failure}") from failure
+    wanted = (run_id if run_id is not None else found.run_id, attempt, epoch)
+    if (found.run_id, found.attempt, found.epoch) != wanted:
+        raise RendezvousError(
+            f"{path} is of run {found.run_id!r} attempt {found.attempt} epoch {found.epoch}, "
+            f"expected run {wanted[0]!r} attempt {attempt} epoch {epoch}"
+        )
+    return found
+
+
+def newest(run_dir: Path, attempt: int, run_id: str | None = None) -> Rendezvous | None:
+    """The highest published epoch of an attempt, None before the first.
+
+    Raises:
+        RendezvousError: as `read`.
+    """
+    published = epochs(run_dir, attempt)
+    return read(run_dir, attempt, published[-1], run_id) if published else None
+
+
+def wait_for_rendezvous(
+    run_dir: Path,
+    attempt: int,
+    deadline: float,
+    *,
+    min_epoch: int = 1,
+    run_id: str | None = None,
+    stop: threading.Event | None = None,
+) -> Rendezvous:
+    """Wait until a hub of `min_epoch` or higher is published.
+
+    Args:
+        deadline: a moment of `time.monotonic()`.
+        stop: ends the wait early when set.
+
+    Raises:
+        RendezvousTimeout: after the deadline, or once `stop` is set.
+        RendezvousError: as `read`.
+    """
+    stop = stop or threading.Event()
+    started = reported = time.monotonic()
+    pause = _FIRST_PAUSE_S
+    while True:
+        found = newest(run_dir, attempt, run_id)
+        if found is not None and found.epoch >= min_epoch:
+            return found
+        now = time.monotonic()
+        if now - reported >= _PROGRESS_EVERY_S:
+            reported = now
+            log.info("waiting for a hub of epoch %d or higher, %.0f s so far", min_epoch, now - started)
+        if now >= deadline or stop.is_set():
+            raise RendezvousTimeout(
+                f"no hub of epoch {min_epoch} or higher in {rendezvous_dir(run_dir, attempt)} "
+                f"after {now - started:.1f} s: look at the log of the first node's agent and hub"
+            )
+        # A shared file system has no notification that works across nodes, so its listing is read again.
+        stop.wait(min(pause, deadline - now))
+        pause = min(pause * 1.5, _LONGEST_PAUSE_S)

@@ -1,0 +1,213 @@
+"""CURVE keys by role, and the ZAP handler that admits only them.
+
+Without a ZAP handler libzmq admits any client that knows the server's public key. With ours, each server socket has a
+domain, a domain lists the public keys that it admits, and each admitted connection carries its role as ZeroMQ user id:
+`frame.get("User-Id")` on any received frame. `sender_may_send` says which messages a role may send.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+import zmq
+import zmq.utils.z85
+
+from miles_hpc.wire import messages
+from miles_hpc.wire.messages import Message
+
+log = logging.getLogger(__name__)
+
+Role = Literal["agent", "worker", "operator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+DATA = "data"
+"""Name of the key pair that all RPC servers of an attempt share; clients get only its public half to connect to."""
+
+_ALLOWED: dict[str, tuple[type, ...]] = {
+    "agent": get_args(messages.FromAgent),
+    "worker": get_args(messages.FromClient),
+    "operator": get_args(messages.FromOperator),
+}
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_STOP = b"stop"
+
+
+class SecurityError(Exception):
+    """Keys are missing or unreadable; the text names the file."""
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """A CURVE key pair, Z85 text."""
+
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r}, secret=…)"
+
+    @classmethod
+    def generate(cls) -> KeyPair:
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+
+def sender_may_send(role: str, message: Message) -> bool:
+    """Whether a connection of this role may send this message to the hub."""
+    return isinstance(message, _ALLOWED.get(role, ()))
+
+
+def secrets_dir(run_dir: Path, attempt: int) -> Path:
+    """`<run_dir>/secrets/attempt-<n>`."""
+    return run_dir / "secrets" / f"attempt-{attempt}"
+
+
+def create_secrets(run_dir: Path, attempt: int) -> None:
+    """Make the key pairs of an attempt: one per client role, one for RPC servers. Keys that exist are kept.
+
+    Raises:
+        OSError: when the run directory cannot be written.
+    """
+    directory = secrets_dir(run_dir, attempt)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for path in (directory.parent, directory):
+        path.mkdir(exist_ok=True)
+        path.chmod(0o700)
+    for name in (*ROLES, DATA):
+        target = directory / f"{name}.json"
+        draft = directory / f".{name}-{os.getpid()}"
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(KeyPair.generate()))
+        try:
+            os.link(draft, target)
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+
+
+def load_keys(run_dir: Path, attempt: int, name: str) -> KeyPair:
+    """The key pair of a role or of `DATA`.
+
+    Raises:
+        SecurityError: when its file is missing, unreadable or broken.
+    """
+    path = secrets_dir(run_dir, attempt) / f"{name}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=KeyPair)
+    except (OSError, msgspec.MsgspecError) as failure:
+        raise SecurityError(f"no {name} key of attempt {attempt} in {path}: {failure}") from failure
+
+
+def load_client(run_dir: Path, attempt: int, role: Role) -> KeyPair:
+    """The client key pair of a role. Raises SecurityError as `load_keys`."""
+    return load_keys(run_dir, attempt, role)
+
+
+def role_keys(run_dir: Path, attempt: int, roles: tuple[Role, ...] = ROLES) -> dict[bytes, str]:
+    """What `Authenticator.allow` takes: public key (Z85) -> role. Raises SecurityError as `load_keys`."""
+    return {load_keys(run_dir, attempt, role).public.encode(): role for role in roles}
+
+
+class Authenticator:
+    """The ZAP handler of one ZeroMQ context: a thread that admits the keys of each domain and nothing else.
+
+    Get it by `authenticator(context)`; libzmq knows one handler per context.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._lock = threading.Lock()
+        self._domains: dict[str, Mapping[bytes, str]] = {}
+        self._denied: dict[str, int] = {}
+        self._last_log = 0.0
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._control: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self._stopper: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        name = f"inproc://miles-hpc-zap-{id(self):x}"
+        self._control.bind(name)
+        self._stopper.connect(name)
+        self._socket.bind(_ZAP_ENDPOINT)
+        self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
+        self._thread.start()
+
+    def allow(self, domain: str, roles: Mapping[bytes, str]) -> None:
+        """Admit these public keys (Z85) to sockets of `domain`, each under its role; replaces an earlier list."""
+        with self._lock:
+            self._domains[domain] = dict(roles)
+
+    def forbid(self, domain: str) -> None:
+        """Admit nobody to `domain` any more; open connections stay."""
+        with self._lock:
+            self._domains.pop(domain, None)
+
+    def denied(self, domain: str) -> int:
+        """How many connections were turned away from `domain`."""
+        with self._lock:
+            return self._denied.get(domain, 0)
+
+    def close(self) -> None:
+        """End the thread; from then on the context's CURVE servers admit everybody, so close them first."""
+        if self._thread.is_alive():
+            self._stopper.send(_STOP)
+            self._thread.join()
+        self._stopper.close(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._control, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if self._control in ready:
+                    return
+                if self._socket in ready:
+                    self._answer(self._socket.recv_multipart())
+        except zmq.ContextTerminated:
+            return
+        finally:
+            self._socket.close(linger=0)
+            self._control.close(linger=0)
+
+    def _answer(self, request: list[bytes]) -> None:
+        version, request_id, raw_domain, address = [*request[:4], *[b""] * (4 - len(request[:4]))]
+        mechanism = request[5] if len(request) > 5 else b""
+        domain = raw_domain.decode(errors="backslashreplace")
+        role = None
+        if mechanism == b"CURVE" and len(request) > 6 and len(request[6]) == 32:
+            with self._lock:
+                role = self._domains.get(domain, {}).get(zmq.utils.z85.encode(request[6]))
+        if role is None:
+            self._count_denied(domain, address.decode(errors="backslashreplace"))
+            self._socket.send_multipart([version, request_id, b"400", b"unknown key", b"", b""])
+        else:
+            self._socket.send_multipart([version, request_id, b"200", b"OK", role.encode(), b""])
+
+    def _count_denied(self, domain: str, address: str) -> None:
+        with self._lock:
+            self._denied[domain] = count = self._denied.get(domain, 0) + 1
+        now = time.monotonic()
+        if now - self._last_log >= 1.0:
+            self._last_log = now
+            log.warning("refused a connection from %s to %r: unknown key (%d so far)", address, domain, count)
+
+
+_authenticators: dict[tuple[int, int], Authenticator] = {}
+_authenticators_lock = threading.Lock()
+
+
+def authenticator(context: zmq.Context[zmq.Socket[bytes]] | None = None) -> Authenticator:
+    """The one handler of a context (default: the process-wide one), started on the first call."""
+    context = context or zmq.Context.instance()
+    key = (os.getpid(), context.underlying)
+    with _authenticators_lock:
+        found = _authenticators.get(key)
+        if found is None or not found._thread.is_alive():
+            found = _authenticators[key] = Authenticator(context)
+        return found

@@ -1,0 +1,485 @@
+"""The two ends of the control plane: HubSocket binds, HubLink connects.
+
+Both are plain ZeroMQ sockets for a poll loop; nothing here blocks except `connect_hub`, which has a deadline. Agents,
+programs and operators open a link like this:
+
+    found = wait_for_rendezvous(run_dir, attempt, deadline)
+    link, answer = connect_hub(found, load_client(run_dir, attempt, "agent"), hello, timeout_s=10)
+
+and then poll `link.socket` and `link.monitor`, call `link.receive()` and `link.events()`, send a heartbeat each
+interval, and say hello again after each `up` event, because what was under way when the connection broke is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from miles_hpc.wire import codec
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.messages import (
+    ClientHeartbeat,
+    Done,
+    FinishRun,
+    Heartbeat,
+    HeartbeatSeen,
+    Message,
+    Refused,
+    ReplaceCell,
+)
+from miles_hpc.wire.rendezvous import Rendezvous
+from miles_hpc.wire.security import KeyPair, authenticator, sender_may_send
+
+log = logging.getLogger(__name__)
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+HUB_DOMAIN = "hub"
+QUEUE_LIMIT = 10_000
+"""Messages that wait for one peer before more to it are dropped and counted."""
+_WRONG_HUB_AFTER_S = 1.5
+"""How long handshakes may be cut off before the peer is called another run's hub; a dying hub looks the same once."""
+_LINK_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+class HubError(Exception):
+    """The hub cannot be used; the subclass says why."""
+
+
+class HubUnreachable(HubError):
+    """No hub answered in time."""
+
+
+class WrongKey(HubError):
+    """The hub does not know our key."""
+
+
+class WrongHub(HubError):
+    """What listens at the hub's address is not the hub that the rendezvous file names."""
+
+
+class HubRefused(HubError):
+    """The hub answered that it does not accept us. `code` as in messages.Refused."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"the hub refused this process ({code}): {text}")
+        self.code = code
+
+
+def milliseconds(seconds: float) -> int:
+    """A timeout for a poller, never below 0 and rounded up, so that a short wait does not become a busy loop."""
+    return max(0, math.ceil(seconds * 1000))
+
+
+def prepare(socket: Socket, address: HostAndPort) -> None:
+    """Options that every socket of ours has: IPv6 where needed, no linger, and a dead node noticed in ~11 s."""
+    socket.linger = 0
+    socket.ipv6 = ":" in address.host
+    socket.set(zmq.HANDSHAKE_IVL, 10_000)
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, 5)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, 2)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
+
+
+def prepare_server(socket: Socket, keys: KeyPair, domain: str) -> None:
+    """Make a socket a CURVE server that admits only what the ZAP handler knows for `domain`.
+
+    With ZAP_ENFORCE_DOMAIN a missing handler admits nobody instead of everybody.
+    """
+    socket.curve_server = True
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
+    socket.set(zmq.ZAP_DOMAIN, domain.encode())
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def prepare_client(socket: Socket, keys: KeyPair, server_public: str) -> None:
+    """Make a socket a CURVE client of the server with this public key.
+
+    IMMEDIATE refuses to queue for a peer that is not connected, so that nothing stale is sent after a reconnect.
+    """
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
+    socket.curve_serverkey = server_public.encode()
+    socket.set(zmq.IMMEDIATE, 1)
+    socket.set(zmq.RECONNECT_IVL, 50)
+    socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+
+
+def bind(socket: Socket, address: HostAndPort) -> HostAndPort:
+    """Bind and return the address with its real port.
+
+    Raises:
+        OSError: with the errno of bind(2); the text names the address.
+    """
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    try:
+        socket.bind(f"tcp://{host}:{address.port or '*'}")
+    except zmq.ZMQError as failure:
+        raise OSError(failure.errno, f"cannot listen on {address.netloc}: {failure.strerror}") from failure
+    endpoint = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return HostAndPort(address.host, int(endpoint.rstrip(b"\0").rpartition(b":")[2]))
+
+
+# ---------------------------------------------------------------------------------------------- the hub's end
+class Received(NamedTuple):
+    """A message that its sender was allowed to send. `peer` is where an answer goes."""
+
+    peer: bytes
+    role: str
+    message: Message
+
+
+@dataclass
+class HubSocketCounters:
+    """What did not get through, since the socket was bound."""
+
+    malformed: int = 0
+    forbidden: int = 0
+    """Messages that the sender's role may not send."""
+    unroutable: int = 0
+    """Sends to a peer that is gone."""
+    full: int = 0
+    """Sends to a peer whose queue is full."""
+
+
+class HubSocket:
+    """The hub's ROUTER: authenticated peers, bounded queues, sends that fail at once.
+
+    Refuses by itself, with a named code, what does not decode, belongs to another run or protocol, or is not for the
+    sender's role; the caller sees only good messages. Receipts (HeartbeatSeen for heartbeats; Done for FinishRun and
+    ReplaceCell with a call id) leave at the *next* `drain`, hence after the caller's loop has handled the message: call
+    `drain` once each turn, also when nothing is readable.
+
+    Args:
+        listen: where to bind; port 0 picks a free one.
+        keys: this epoch's server key pair; its public half goes into the rendezvous file.
+        roles: client public key -> role (`security.role_keys`).
+    """
+
+    def __init__(
+        self,
+        listen: HostAndPort,
+        *,
+        run_id: str,
+        keys: KeyPair,
+        roles: Mapping[bytes, str],
+        context: Context | None = None,
+        domain: str = HUB_DOMAIN,
+        queue_limit: int = QUEUE_LIMIT,
+    ) -> None:
+        context = context or zmq.Context.instance()
+        self.counters = HubSocketCounters()
+        self._run_id = run_id
+        self._header = codec.header(run_id)
+        self._receipts: list[tuple[bytes, Message]] = []
+        self._logged = -1.0
+        self._domain = domain
+        self._zap = authenticator(context)
+        self._zap.allow(domain, roles)
+        self.socket: Socket = context.socket(zmq.ROUTER)
+        """For a poller; readable means `drain` has work."""
+        try:
+            prepare(self.socket, listen)
+            prepare_server(self.socket, keys, domain)
+            self.socket.set(zmq.ROUTER_MANDATORY, 1)
+            # Ids are random per incarnation, so a second connection with one is the same peer coming back.
+            self.socket.set(zmq.ROUTER_HANDOVER, 1)
+            self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+            self.socket.set(zmq.BACKLOG, 4096)
+            self.socket.sndhwm = self.socket.rcvhwm = queue_limit
+            self.address = bind(self.socket, listen)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> HubSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        return self.address.port
+
+    @property
+    def denied(self) -> int:
+        """Connections turned away for an unknown key."""
+        return self._zap.denied(self._domain)
+
+    def drain(self, limit: int = 512) -> list[Received]:
+        """Send the receipts of the last drain, then take up to `limit` messages without waiting."""
+        receipts, self._receipts = self._receipts, []
+        for peer, receipt in receipts:
+            self.send(peer, receipt)
+        good: list[Received] = []
+        for _ in range(limit):
+            try:
+                sender, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            received = self._admit(sender.bytes, frames)
+            if received is not None:
+                good.append(received)
+        return good
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Queue a message for a peer. False, and counted, when the peer is gone or its queue is full."""
+        try:
+            self.socket.send_multipart([peer, self._header, codec.encode_body(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            self.counters.full += 1
+        except zmq.ZMQError as failure:
+            if failure.errno != zmq.EHOSTUNREACH:
+                raise
+            self.counters.unroutable += 1
+        else:
+            return True
+        return False
+
+    def close(self) -> None:
+        """Send what receipts are left, as far as that needs no waiting, and close."""
+        if self.socket.closed:
+            return
+        for peer, receipt in self._receipts:
+            self.send(peer, receipt)
+        self.socket.close(linger=0)
+
+    def _admit(self, peer: bytes, frames: list[zmq.Frame]) -> Received | None:
+        role = str(frames[-1].get("User-Id")) if frames else ""
+        try:
+            message = codec.decode_to_hub([frame.buffer for frame in frames], self._run_id)
+        except codec.DecodeError as failure:
+            self.counters.malformed += 1
+            self._refuse(peer, Refused(code=failure.code, text=str(failure)), role)
+            return None
+        if not sender_may_send(role, message):
+            self.counters.forbidden += 1
+            text = f"a {type(message).__name__} is not for role {role!r}"
+            self._refuse(peer, Refused(code="role", text=text), role)
+            return None
+        if isinstance(message, Heartbeat | ClientHeartbeat):
+            self._receipts.append((peer, HeartbeatSeen(seq=message.seq)))
+        elif isinstance(message, FinishRun | ReplaceCell) and message.call_id:
+            self._receipts.append((peer, Done(call_id=message.call_id)))
+        return Received(peer, role, message)
+
+    def _refuse(self, peer: bytes, refusal: Refused, role: str) -> None:
+        self.send(peer, refusal)
+        now = time.monotonic()
+        if now - self._logged >= 1.0:
+            self._logged = now
+            log.warning("refused a message of %s %s: %s (%s)", role, peer.hex()[:8], refusal.text, self.counters)
+
+
+# ---------------------------------------------------------------------------------------------- the other end
+class LinkEvent(NamedTuple):
+    """A change of a link: `up` (handshake done: say hello), `down` (ZeroMQ reconnects by itself), or a handshake that
+    failed because the peer does not know our key (`wrong_key`) or cut it off (`wrong_hub`)."""
+
+    kind: Literal["up", "down", "wrong_key", "wrong_hub"]
+    text: str
+
+
+class HubLink:
+    """A DEALER to one hub, with a random routing id, and the monitor that tells how the connection fares.
+
+    ZeroMQ reconnects it to the same hub by itself; a hub of a higher epoch needs a new link.
+    """
+
+    def __init__(
+        self, endpoint: HostAndPort, *, hub_key: str, keys: KeyPair, run_id: str, context: Context | None = None
+    ) -> None:
+        context = context or zmq.Context.instance()
+        self.endpoint = endpoint
+        self.dropped = 0
+        """Sends that failed because the link was down or full, and messages that did not decode."""
+        self._run_id = run_id
+        self._header = codec.header(run_id)
+        self._heard = time.monotonic()
+        self.socket: Socket = context.socket(zmq.DEALER)
+        prepare(self.socket, endpoint)
+        prepare_client(self.socket, keys, hub_key)
+        self.socket.set(zmq.ROUTING_ID, b"L" + secrets.token_bytes(15))
+        self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+        self.socket.sndhwm = self.socket.rcvhwm = QUEUE_LIMIT
+        self.monitor: Socket = self.socket.get_monitor_socket(_LINK_EVENTS)
+        self.socket.connect(endpoint.zmq)
+
+    def __enter__(self) -> HubLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, message: Message) -> bool:
+        """Queue a message. False, and counted, when the link is down or its queue is full."""
+        frames = [self._header, codec.encode_body(message)]
+        for last in (False, True):
+            try:
+                self.socket.send_multipart(frames, zmq.NOBLOCK)
+                return True
+            except zmq.Again:
+                if not last:
+                    self.socket.get(zmq.EVENTS)  # lets the socket take in a connection that has just come up
+        self.dropped += 1
+        return False
+
+    def receive(self, limit: int = 512) -> list[Message]:
+        """Take up to `limit` messages without waiting; HeartbeatSeen only counts for `silent_for`."""
+        good: list[Message] = []
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._heard = time.monotonic()
+            try:
+                message = codec.decode_from_hub(frames, self._run_id)
+            except codec.DecodeError as failure:
+                self.dropped += 1
+                log.warning("a message of the hub at %s was dropped: %s", self.endpoint.netloc, failure)
+                continue
+            if not isinstance(message, HeartbeatSeen):
+                good.append(message)
+        return good
+
+    def events(self) -> list[LinkEvent]:
+        """What happened to the connection since the last call."""
+        found: list[LinkEvent] = []
+        while self.monitor.poll(0):
+            event = _link_event(parse_monitor_message(self.monitor.recv_multipart()), self.endpoint)
+            if event is not None:
+                found.append(event)
+        return found
+
+    def silent_for(self) -> float:
+        """Seconds since the hub was last heard (each heartbeat of ours is answered), or since the link was made.
+
+        Call `receive` first: what waits in the socket has not been heard.
+        """
+        return time.monotonic() - self._heard
+
+    def close(self) -> None:
+        """Close without waiting; what was not sent is lost."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=0)
+
+
+def _link_event(event: Mapping[str, Any], endpoint: HostAndPort) -> LinkEvent | None:
+    kind = event["event"]
+    if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        return LinkEvent("up", f"connected to {endpoint.netloc}")
+    if kind == zmq.EVENT_DISCONNECTED:
+        return LinkEvent("down", f"the connection to {endpoint.netloc} broke")
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return LinkEvent(
+            "wrong_key",
+            f"the hub at {endpoint.netloc} does not know this process's key: it belongs to another attempt or run, "
+            "or secrets/ was replaced",
+        )
+    return LinkEvent(
+        "wrong_hub",
+        f"what listens at {endpoint.netloc} ended the handshake: it is not the hub of the rendezvous file, "
+        "but another run's, an older epoch's, or no hub at all",
+    )
+
+
+def connect_hub(
+    rendezvous: Rendezvous, keys: KeyPair, hello: Message, *, timeout_s: float, context: Context | None = None
+) -> tuple[HubLink, Message]:
+    """Try all addresses of a hub at once, keep the first that completes the handshake, say hello, and take the answer.
+
+    Returns:
+        The link and the hub's first message; the caller owns the link.
+
+    Raises:
+        WrongKey: at once when the hub does not know `keys`.
+        WrongHub: within 3 s when only strangers answer at the addresses.
+        HubRefused: when the hub refuses the hello.
+        HubUnreachable: after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    links = [
+        HubLink(endpoint, hub_key=rendezvous.public_key, keys=keys, run_id=rendezvous.run_id, context=context)
+        for endpoint in rendezvous.endpoints
+    ]
+    winner: HubLink | None = None
+    try:
+        winner = _first_up(links, deadline)
+        if winner is None:
+            tried = ", ".join(link.endpoint.netloc for link in links)
+            raise HubUnreachable(
+                f"no answer from the hub of epoch {rendezvous.epoch} at {tried} within {timeout_s:g} s: "
+                "is its process alive, and is the network between the nodes open?"
+            )
+        answer = _greet(winner, hello, deadline)
+        if answer is None:
+            raise HubUnreachable(f"the hub at {winner.endpoint.netloc} took the connection but left a hello unanswered")
+        if isinstance(answer, Refused):
+            raise HubRefused(answer.code, answer.text)
+    except BaseException:
+        winner = None
+        raise
+    finally:
+        for link in links:
+            if link is not winner:
+                link.close()
+    return winner, answer
+
+
+def _first_up(links: list[HubLink], deadline: float) -> HubLink | None:
+    poller = zmq.Poller()
+    for link in links:
+        poller.register(link.monitor, zmq.POLLIN)
+    cut_off_since: float | None = None
+    while (now := time.monotonic()) < deadline:
+        limit = deadline if cut_off_since is None else min(deadline, cut_off_since + _WRONG_HUB_AFTER_S)
+        poller.poll(milliseconds(limit - now))
+        for link in links:
+            for event in link.events():
+                if event.kind == "up":
+                    return link
+                if event.kind == "wrong_key":
+                    raise WrongKey(event.text)
+                if event.kind == "wrong_hub":
+                    cut_off_since = cut_off_since or time.monotonic()
+                    if time.monotonic() - cut_off_since >= _WRONG_HUB_AFTER_S:
+                        raise WrongHub(event.text)
+    return None
+
+
+def _greet(link: HubLink, hello: Message, deadline: float) -> Message | None:
+    poller = zmq.Poller()
+    poller.register(link.socket, zmq.POLLIN)
+    poller.register(link.monitor, zmq.POLLIN)
+    said = link.send(hello)
+    while (left := deadline - time.monotonic()) > 0:
+        poller.poll(milliseconds(left))
+        if any(event.kind == "up" for event in link.events()) or not said:
+            said = link.send(hello)
+        answers = link.receive(limit=1)
+        if answers:
+            return answers[0]
+    return None
