@@ -18,6 +18,16 @@ from tokenizers import Tokenizer
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
+def _byte_of() -> dict[str, int]:
+    # Byte-level BPE writes printable Latin-1 bytes as themselves and the others, in order, from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of()
+
+
 class ModelDirError(ValueError):
     """A model directory lacks something that chat needs; the text is one line with file and remedy."""
 
@@ -184,6 +194,15 @@ class ChatTokenizer:
         """Text of one token, special ones included."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token; a byte-level tokenizer's may be a part of a character."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is not None and type(self._tokenizer.decoder).__name__ == "ByteLevel":
+            found = [_BYTE_OF.get(char) for char in token]
+            if None not in found:
+                return bytes(byte for byte in found if byte is not None)
+        return self.token_text(token_id).encode("utf-8")
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its exact name in the vocabulary, or None."""

@@ -1,0 +1,257 @@
+"""The HTTP API of an engine, in SGLang 0.5.23's shapes, over any backend.
+
+Known differences from SGLang, on purpose: `/health` answers at once, busy or paused (SGLang generates a token for it);
+an out-of-range token id is a 400 (it kills SGLang); `stream` is a 400; the n samples of a seeded request get n seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from miles_hpc.engine import rendering
+from miles_hpc.engine.parsing import parse_chat, parse_generate
+from miles_hpc.engine.requests import Backend, BadRequestError, PauseMode, Request, Result, Sampling
+
+API_VERSION = "0.5.23"
+"""The SGLang whose API this is."""
+HEALTH_GENERATE_TIMEOUT_S = 20.0
+PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
+FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+
+_log = logging.getLogger(__name__)
+_encoder = msgspec.json.Encoder()
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=_encoder.encode(value), status=status, content_type="application/json")
+
+
+async def _body(request: web.Request) -> Any:
+    raw = await request.read()
+    if not raw:
+        return {}
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise BadRequestError(f"The body is not JSON: {error}") from error
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    body = await _body(request)
+    if not isinstance(body, dict):
+        raise BadRequestError("The body must be a JSON object.")
+    return body
+
+
+@web.middleware
+async def _bad_requests(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadRequestError as error:
+        if request.path.startswith("/v1/"):
+            message = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+            return _json(message, 400)
+        return _json({"error": {"message": str(error)}}, 400)
+
+
+class EngineApi:
+    """The routes over one backend."""
+
+    def __init__(self, backend: Backend, host: str, port: int) -> None:
+        self._backend = backend
+        self._host = host
+        self._port = port
+        self._live: set[str] = set()
+
+    def application(self) -> web.Application:
+        """An aiohttp application; it closes the backend when it is cleaned up."""
+        app = web.Application(middlewares=[_bad_requests], client_max_size=256 << 20)
+        both = ("GET", "POST")
+        routes: list[tuple[tuple[str, ...], str, Callable[[web.Request], Awaitable[web.StreamResponse]]]] = [
+            (("GET",), "/health", self.health),
+            (("GET",), "/ping", self.health),
+            (("GET",), "/health_generate", self.health_generate),
+            (("GET",), "/model_info", self.model_info),
+            (("GET",), "/get_model_info", self.model_info),
+            (("GET",), "/server_info", self.server_info),
+            (("GET",), "/get_server_info", self.server_info),
+            (("GET",), "/v1/models", self.models),
+            (("GET",), "/v1/loads", self.loads),
+            (("POST",), "/generate", self.generate),
+            (("POST",), "/v1/chat/completions", self.chat),
+            (("POST",), "/pause_generation", self.pause),
+            (("POST",), "/continue_generation", self.resume),
+            (("POST",), "/abort_request", self.abort),
+            (both, "/flush_cache", self.flush_cache),
+            (("POST",), "/update_weights_from_disk", self.update_weights_from_disk),
+            (("POST",), "/update_weight_version", self.update_weight_version),
+        ]
+        for methods, path, handler in routes:
+            for method in methods:
+                app.router.add_route(method, path, handler)
+        app.on_cleanup.append(self._close)
+        return app
+
+    async def _close(self, app: web.Application) -> None:
+        await self._backend.close()
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 while the engine lives, whatever it is doing."""
+        return web.Response(status=200 if self._backend.load().alive else 503)
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """200 when one token could be generated."""
+        probe = Request(rid=f"HEALTH_CHECK_{id(request)}", input_ids=[0], sampling=Sampling(1, temperature=0.0))
+        try:
+            await asyncio.wait_for(self._backend.submit(probe), HEALTH_GENERATE_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return web.Response(status=503)
+        return web.Response(status=200)
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        """What is served, and the weight version."""
+        return _json(rendering.model_info(self._backend))
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """How it is served."""
+        return _json(rendering.server_info(self._backend, self._host, self._port, API_VERSION))
+
+    async def models(self, request: web.Request) -> web.Response:
+        """OpenAI's model list, with the one model."""
+        name = self._backend.model_path
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "sglang", "root": name, "parent": None}
+        return _json({"object": "list", "data": [{**model, "max_model_len": self._backend.context_length}]})
+
+    async def loads(self, request: web.Request) -> web.Response:
+        """Running and waiting requests."""
+        return _json({"version": API_VERSION, **rendering.loads(self._backend)})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        """Continue one prompt, a batch of them, or n samples of each."""
+        requests, many = parse_generate(await _body(request), self._backend)
+        results = await self._run(requests)
+        answers = [
+            rendering.generate_answer(one, result, self._backend) for one, result in zip(requests, results, strict=True)
+        ]
+        return _json(answers if many else answers[0])
+
+    async def chat(self, request: web.Request) -> web.Response:
+        """Answer a conversation."""
+        body = await _body(request)
+        requests = parse_chat(body, self._backend)
+        results = await self._run(requests)
+        return _json(rendering.chat_answer(body, requests, results, self._backend))
+
+    async def _run(self, requests: list[Request]) -> list[Result]:
+        rids = {request.rid for request in requests}
+        if len(rids) < len(requests) or rids & self._live:
+            raise BadRequestError(f"Duplicate request ID: {', '.join(sorted(rids & self._live) or sorted(rids))}.")
+        self._live |= rids
+        # The client's leaving cancels this handler, and with it every submit, which aborts its request.
+        tasks = [asyncio.ensure_future(self._backend.submit(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._live -= rids
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """Stop generating: running requests are aborted (default), retracted, or kept in place."""
+        mode = (await _object(request)).get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise BadRequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}.")
+        await self._backend.pause(mode)
+        return _json({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """Generate again."""
+        await self._backend.resume()
+        return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """End one request or all; each answers 200 with its partial output."""
+        body = await _object(request)
+        if body.get("abort_all"):
+            await self._backend.abort(None)
+        elif body.get("rid"):
+            await self._backend.abort(str(body["rid"]))
+        return web.Response(status=200)
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        """Forget cached keys and values; 400 while requests are live."""
+        if await self._backend.flush_cache():
+            return web.Response(text=FLUSHED)
+        return web.Response(text="Flush cache failed.\n", status=400)
+
+    async def update_weights_from_disk(self, request: web.Request) -> web.Response:
+        """Load another model directory of the same shape; 400 and the old weights when that fails."""
+        body = await _object(request)
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str) or not path:
+            raise BadRequestError("model_path must name a model directory.")
+        outcome = await self._backend.update_weights_from_disk(
+            path,
+            None if version is None else str(version),
+            flush_cache=body.get("flush_cache") is not False,
+            abort_all=bool(body.get("abort_all_requests")),
+        )
+        answer = {"success": outcome.success, "message": outcome.message, "num_paused_requests": 0}
+        return _json(answer, 200 if outcome.success else 400)
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        """Change the label; running requests are aborted unless `abort_all_requests` is false, as in SGLang."""
+        body = await _object(request)
+        if body.get("new_version") is None:
+            raise BadRequestError("new_version is missing.")
+        version = str(body["new_version"])
+        await self._backend.set_weight_version(version, abort_all=body.get("abort_all_requests") is not False)
+        return _json({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that both engines take."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on")
+    parser.add_argument("--model-path", required=True, help="HF model directory")
+    parser.add_argument("--chat-template", default="", help="file that replaces the model's chat template")
+    parser.add_argument("--weight-version", default="default", help="label of the first weights")
+    parser.add_argument("--max-running-requests", type=int, default=64, help="requests generated at once")
+    parser.add_argument("--context-length", type=int, default=0, help="longest sequence; 0: the model's")
+
+
+async def serve(backend: Backend, host: str, port: int) -> None:
+    """Serve until SIGTERM or SIGINT, then abort what runs and return."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    runner = web.AppRunner(
+        EngineApi(backend, host, port).application(),
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=3600.0,
+        shutdown_timeout=1.0,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+        _log.info("%s engine serves %s on %s:%d", backend.kind, backend.model_path, host, port)
+        await stop.wait()
+    finally:
+        # Aborted requests answer with what they have, so nothing is left for the connections' time-out.
+        await backend.close()
+        await runner.cleanup()
