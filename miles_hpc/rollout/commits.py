@@ -1,8 +1,8 @@
 """The commit log: one chain of files in `<run_dir>/commits/` that orders every durable effect of a run.
 
 A commit is published by link(2) of a complete temporary file, so exactly one writer wins a number, and it holds the
-hash of the previous file. The end of the chain is found by trying the next number, never by listing, because a directory
-listing on a network file system may be stale while link(2) is not.
+hash of the previous file. The end of the chain is found by trying the next number, never by listing: on a network file
+system a listing may be stale, link(2) is not.
 
 Only the driver writes. Its first act is `CommitLog.open()`: from that commit on, every older driver loses its next link
 and gets `Superseded`.

@@ -1,0 +1,250 @@
+"""Prompts: files of rows, and the order in which they are handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from miles_hpc.config.check import split_slice
+from miles_hpc.rollout.sample import GroupSpec, Messages, group_id
+from miles_hpc.transport.columns import Array
+
+
+class DataError(ValueError):
+    """A prompt file cannot be used; one line with file, line or row, and remedy."""
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a prompt file."""
+
+    prompt: str | Messages
+    label: Any = None
+    metadata: dict[str, Any] = {}
+
+
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """Which keys of a row hold what; see `DataConfig`."""
+
+    prompt: str = "prompt"
+    label: str = "label"
+    metadata: str = "metadata"
+
+
+class Prompts(Protocol):
+    """Rows by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Prompt: ...
+
+
+def open_prompts(text: str, keys: Keys) -> Prompts:
+    """Open `path` or `path@[a:b]`, and read every selected row once.
+
+    Args:
+        text: a `.parquet` file, or JSON lines in a file of any other name.
+        keys: where prompt, label and metadata stand.
+
+    Raises:
+        DataError: no such file, no rows, a line that is no JSON object, or a row without its keys.
+    """
+    name, rows = split_slice(text)
+    path = Path(name)
+    if not path.is_file():
+        raise DataError(f"{path}: no such prompt file; correct data.prompts or data.heldout")
+    prompts = _Parquet(path, rows, keys) if path.suffix == ".parquet" else _JsonLines(path, rows, keys)
+    if not len(prompts):
+        raise DataError(f"{text}: no rows; name a file or a slice that holds prompts")
+    return prompts
+
+
+def read_row(row: Any, keys: Keys, where: str) -> Prompt:
+    """A row as a Prompt; `where` begins the error text.
+
+    Raises:
+        DataError: the row lacks a key or has a value of another kind.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: expected an object with {keys.prompt!r}, found {type(row).__name__}")
+    for key, option in ((keys.prompt, "data.prompt_key"), (keys.label, "data.label_key")):
+        if key and key not in row:
+            raise DataError(f"{where}: no key {key!r}, found {sorted(map(str, row))}; correct the file or set {option}")
+    prompt = row[keys.prompt]
+    if isinstance(prompt, list):
+        bad = [m for m in prompt if not isinstance(m, Mapping) or not isinstance(m.get("role"), str)]
+        if bad or not prompt:
+            raise DataError(f"{where}: {keys.prompt!r} is a list, but not of chat messages with a role")
+        prompt = [dict(message) for message in prompt]
+    elif not isinstance(prompt, str) or not prompt:
+        raise DataError(f"{where}: {keys.prompt!r} is {prompt!r:.40}; expected a text or a list of chat messages")
+    metadata = row.get(keys.metadata) if keys.metadata else None
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise DataError(f"{where}: {keys.metadata!r} is {type(metadata).__name__}; expected an object")
+    return Prompt(prompt=prompt, label=row.get(keys.label) if keys.label else None, metadata=dict(metadata or {}))
+
+
+class _JsonLines:
+    """Rows stay in the file; only their places are held, 16 bytes a row."""
+
+    def __init__(self, path: Path, rows: slice, keys: Keys) -> None:
+        self._path = path
+        self._keys = keys
+        places = np.fromiter(self._scan(path), dtype=np.dtype((np.int64, 2)))[rows]
+        self._offsets, self._numbers = places[:, 0], places[:, 1]
+        self._file = path.open("rb")
+        for row in range(len(self)):
+            self[row]
+
+    @staticmethod
+    def _scan(path: Path) -> Iterator[tuple[int, int]]:
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield offset, number
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, row: int) -> Prompt:
+        self._file.seek(int(self._offsets[row]))
+        where = f"{self._path}, line {self._numbers[row]}"
+        try:
+            found = msgspec.json.decode(self._file.readline())
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{where}: broken JSON ({error}); correct or remove the line") from error
+        return read_row(found, self._keys, where)
+
+
+class _Parquet:
+    """Rows are held as msgpack bytes; the table's other columns are never read."""
+
+    def __init__(self, path: Path, rows: slice, keys: Keys) -> None:
+        try:
+            from pyarrow import ArrowException
+            from pyarrow.parquet import ParquetFile
+        except ImportError as error:
+            raise DataError(f"{path}: reading parquet needs pyarrow; pip install 'miles-hpc[data]'") from error
+        try:
+            file = ParquetFile(path)
+        except (ArrowException, OSError) as error:
+            raise DataError(f"{path}: not a parquet file ({error}); correct data.prompts or data.heldout") from error
+        names = file.schema_arrow.names
+        for key, option in ((keys.prompt, "data.prompt_key"), (keys.label, "data.label_key")):
+            if key and key not in names:
+                raise DataError(f"{path}: no column {key!r}, found {names}; correct the file or set {option}")
+        wanted = [name for name in (keys.prompt, keys.label, keys.metadata) if name and name in names]
+        selected = range(file.metadata.num_rows)[rows]
+        self._rows: list[bytes] = []
+        number = 0
+        for batch in file.iter_batches(batch_size=1024, columns=wanted):
+            for row in batch.to_pylist():
+                if number in selected:
+                    self._rows.append(msgspec.msgpack.encode(read_row(row, keys, f"{path}, row {number}")))
+                number += 1
+        self._decoder = msgspec.msgpack.Decoder(Prompt)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Prompt:
+        return self._decoder.decode(self._rows[row])
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> Array:
+    """The shuffled order of an epoch, `[rows] int64`.
+
+    Rows are sorted by a hash (splitmix64) of seed, epoch and row, so the order is the same with every version of every
+    library, which a saved position relies on.
+    """
+    base = _splitmix(_splitmix(np.array([seed & (2**64 - 1)], np.uint64)) ^ np.uint64(epoch))
+    return np.argsort(_splitmix(base ^ _splitmix(np.arange(rows, dtype=np.uint64))), kind="stable").astype(np.int64)
+
+
+def _splitmix(value: Array) -> Array:
+    """https://prng.di.unimi.it/splitmix64.c, one step, modulo 2^64."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Array = value ^ (value >> np.uint64(31))
+    return mixed
+
+
+class DataState(msgspec.Struct, frozen=True, kw_only=True):
+    """A place in the data order, part of every commit."""
+
+    epoch: int = 0
+    offset: int = 0
+    """Groups of this epoch that were handed out."""
+    buffer: list[GroupSpec] = []
+    """Groups that were handed out and came back; they are handed out first."""
+
+
+class DataSource:
+    """Hands out prompt groups in an order that seed and epoch determine, without end.
+
+    Args:
+        rows: size of the data set.
+        seed: of the run.
+        shuffle: False keeps the file's order in every epoch.
+
+    Raises:
+        DataError: there are no rows.
+    """
+
+    def __init__(self, rows: int, *, seed: int, shuffle: bool) -> None:
+        if rows < 1:
+            raise DataError("the data set is empty; name a file that holds prompts")
+        self._rows = rows
+        self._seed = seed
+        self._shuffle = shuffle
+        self._buffer: list[GroupSpec] = []
+        self._start_epoch(0, 0)
+
+    def next(self, count: int) -> list[GroupSpec]:
+        """The next groups, those that came back first."""
+        groups, self._buffer = self._buffer[:count], self._buffer[count:]
+        while len(groups) < count:
+            if self._offset == self._rows:
+                self._start_epoch(self._epoch + 1, 0)
+            groups.append(
+                GroupSpec(
+                    id=group_id(self._epoch, self._offset),
+                    epoch=self._epoch,
+                    index=self._offset,
+                    prompt_index=int(self._order[self._offset]),
+                )
+            )
+            self._offset += 1
+        return groups
+
+    def give_back(self, groups: list[GroupSpec]) -> None:
+        """Groups that were not used; they are handed out again before new ones, in data order."""
+        self._buffer = sorted([*self._buffer, *groups], key=lambda group: (group.epoch, group.index))
+
+    def state(self) -> DataState:
+        """Where the source stands now."""
+        return DataState(epoch=self._epoch, offset=self._offset, buffer=list(self._buffer))
+
+    def restore(self, state: DataState) -> None:
+        """Go to a saved place.
+
+        Raises:
+            DataError: the place is outside the data set, so the file has changed since it was saved.
+        """
+        if not 0 <= state.offset <= self._rows:
+            raise DataError(
+                f"saved position {state.offset} of epoch {state.epoch} is outside the {self._rows} prompts: "
+                f"data.prompts is shorter than when the run was started; resume with the same file"
+            )
+        self._start_epoch(state.epoch, state.offset)
+        self._buffer = list(state.buffer)
+
+    def _start_epoch(self, epoch: int, offset: int) -> None:
+        self._epoch, self._offset = epoch, offset
+        self._order = epoch_order(self._rows, self._seed, epoch) if self._shuffle else np.arange(self._rows)

@@ -1,0 +1,103 @@
+"""A sample and the group of samples that belong to one prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+import msgspec
+
+from miles_hpc.transport.batch import RolloutBatch, SampleArrays
+
+Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
+Messages = list[dict[str, Any]]
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt at one place of the data order. The id is a function of epoch and index, so it names the same work in
+    every attempt, and ids sort in data order."""
+
+    id: str
+    epoch: int
+    index: int
+    """Place in the epoch's order."""
+    prompt_index: int
+    """Row of the data set."""
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """What generate and reward functions work on.
+
+    A generate function fills `token_ids` (prompt and response), `loss_mask`, `logprobs` and `versions` (weight version,
+    first token, end token) over the same positions, `response` (the text that is scored) and `status`.
+    """
+
+    group: str
+    index: int
+    """Which sample of its group."""
+    prompt_index: int
+    epoch: int
+    prompt: str | Messages
+    """The prompt as the data file has it: a text, or chat messages."""
+    seed: int
+    """Sampling seed; equal in every attempt."""
+    label: Any = None
+    metadata: dict[str, Any] = {}
+    weight_version: int = 0
+    """Version that was current when the group was dispatched."""
+    evaluation: bool = False
+    token_ids: list[int] = []
+    loss_mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[tuple[int, int, int]] = []
+    response: str = ""
+    status: Status = "pending"
+    reward: float | None = None
+
+    def messages(self) -> Messages:
+        """The prompt as chat messages; a text is one message of the user."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else list(self.prompt)
+
+    def arrays(self) -> SampleArrays:
+        """The sample as the columns that travel.
+
+        Raises:
+            ValueError: it has no reward; a failed sample is never packed as a zero.
+        """
+        if self.reward is None:
+            raise ValueError(f"sample {self.index} of group {self.group} has no reward, status {self.status!r}")
+        return SampleArrays(
+            token_ids=self.token_ids,
+            loss_mask=self.loss_mask,
+            logprobs=self.logprobs,
+            reward=self.reward,
+            versions=self.versions,
+            status=self.status,
+            sample_index=self.index,
+            prompt_index=self.prompt_index,
+            texts={"response": self.response},
+        )
+
+
+def group_id(epoch: int, index: int) -> str:
+    """`e00000-i000000042`: data epoch, and place in that epoch's order. Ids sort as text in data order."""
+    return f"e{epoch:05d}-i{index:09d}"
+
+
+def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample_index: int) -> int:
+    """Sampling seed in 0 … 2^31 - 1: a pure function, so that a healed run draws the same tokens."""
+    text = f"{run_seed}/{epoch}/{prompt_index}/{sample_index}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") & 0x7FFFFFFF
+
+
+def group_digest(batch: RolloutBatch) -> str:
+    """SHA-256 over lengths, tokens, mask and rewards of a group; log-probs and versions may differ between attempts."""
+    digest = hashlib.sha256()
+    for column in (batch.offsets, batch.token_ids, batch.loss_mask, batch.rewards):
+        digest.update(column.tobytes())
+    return digest.hexdigest()
+
+
+def group_versions(batch: RolloutBatch) -> list[int]:
+    """Weight versions that a group's tokens came from, rising."""
+    return sorted({int(version) for version in batch.spans[:, 0]})
