@@ -138,7 +138,8 @@ def _find(name: str | Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        parsed: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return parsed
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext, SchedulingSpec
@@ -31,16 +32,22 @@ def router_spec(config: Config) -> CommandWorkerSpec:
             *("--prometheus-port", str(prometheus.port)),
             *("--log-level", "warn"),
             # The controller takes a lost engine out at once; these bound the harm until it has.
-            *("--health-check-interval-secs", "2"),
+            *("--health-check-interval-secs", "1"),
+            *("--health-check-timeout-secs", "2"),
             *("--health-failure-threshold", "2"),
             *("--health-success-threshold", "1"),
-            *("--health-check-timeout-secs", "5"),
+            # /health of a paused SGLang blocks for 20 s and would make a weight update look like a death.
+            *("--health-check-endpoint", "/model_info"),
             *("--worker-startup-check-interval", "1"),
-            *("--request-timeout-secs", str(max(1, round(config.inference.request_timeout_s)))),
-            # In-flight requests are retried by their clients, so a router that is told to stop need not wait for them.
-            *("--shutdown-grace-period-secs", "2"),
-            # Failed requests in a row are normal while an engine restarts; the controller decides, not a breaker.
+            *("--worker-startup-timeout-secs", "60"),
+            *("--retry-max-retries", "5"),
+            *("--retry-max-backoff-ms", "500"),
+            # A breaker would hold a healed engine out for a minute; health checks and the controller do its job.
             "--disable-circuit-breaker",
+            # Clients own the deadline of a request.
+            *("--request-timeout-secs", str(max(1800, math.ceil(config.inference.request_timeout_s) + 60))),
+            # The default lets SIGTERM wait three minutes for requests in flight; their clients retry them.
+            *("--shutdown-grace-period-secs", "1"),
         ]
 
     return CommandWorkerSpec(
@@ -57,7 +64,7 @@ def router_spec(config: Config) -> CommandWorkerSpec:
         probe=Probe(
             kind="http",
             port="http",
-            path="/health",
+            path="/liveness",
             interval=config.timing.probe_interval,
             timeout=config.timing.probe_timeout,
             start_deadline=config.timing.start_deadline,

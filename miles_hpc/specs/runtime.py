@@ -18,8 +18,8 @@ _ONE_THREAD = {
 }
 # Models are local directories by the time a worker starts; compute nodes often have no route to the model hub.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-# Traffic inside a run never goes through a site's proxy.
-_NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
+# Traffic inside a run never meets a site's proxy. The router's client ignores `NO_PROXY=*` and obeys an empty value.
+_NO_PROXY = {name: "" for word in ("http", "https", "all") for name in (f"{word}_proxy", f"{word}_PROXY".upper())}
 
 
 def runtime_of(config: Config, kind: str) -> RuntimeConfig:

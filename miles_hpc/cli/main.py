@@ -1,0 +1,98 @@
+"""`miles-hpc`: parses, and hands over to one module per verb, which is imported only then."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from miles_hpc.cli.exits import BAD_INPUT, refuse
+
+# Started by programs, with arguments of their own: module that holds `main(argv)`.
+_PROGRAMS = {"agent": "miles_hpc.agent.run", "hub": "miles_hpc.hub.run"}
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose refusals are one line, like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(refuse(f"{message}: see `{self.prog} --help`"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code: 0 finished, 1 failed, 2 bad input, 75 drained, 130 cancelled."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0] in _PROGRAMS:
+        return importlib.import_module(_PROGRAMS[given[0]]).main(given[1:]) or 0
+    arguments = _parser().parse_args(given)
+    if arguments.verb is None:
+        _parser().print_help()
+        return BAD_INPUT
+    module, function = arguments.call.split(":")
+    try:
+        return int(getattr(importlib.import_module(f"miles_hpc.cli.{module}"), function)(arguments))
+    except BrokenPipeError:
+        # The reader of our output (head, less) is gone; nothing is left to say to it.
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="miles-hpc",
+        description="LLM reinforcement-learning rollouts and training, with no Ray.",
+        epilog="exit codes: 0 finished, 1 failed, 2 bad input, 75 drained, 130 cancelled",
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
+
+    run = verbs.add_parser("run", help="run a recipe or your own run files on this machine")
+    run.set_defaults(call="run:run")
+    _add_files(run)
+    run.add_argument("--run-dir", metavar="DIR", default="", help="where the run lives (default: runs/<run id>)")
+    run.add_argument("--resume", action="store_true", help="continue the run in --run-dir from its last commit")
+    run.add_argument("--dry-run", action="store_true", help="print config, placement and commands; start nothing")
+
+    config = verbs.add_parser("config", help="show a resolved config, or every setting there is")
+    actions = config.add_subparsers(dest="action", metavar="show|schema", parser_class=_Parser, required=True)
+    show = actions.add_parser("show", help="the config that these files give, defaults included, as TOML")
+    show.set_defaults(call="config:show")
+    _add_files(show)
+    schema = actions.add_parser("schema", help="every setting with its type, default and meaning")
+    schema.set_defaults(call="config:schema")
+    schema.add_argument("--json", action="store_true", help="as JSON schema, for editors")
+
+    for verb, help_text in (("status", "where a run stands"), ("cells", "what a run's cells are doing")):
+        command = verbs.add_parser(verb, help=help_text)
+        command.set_defaults(call=f"status:{verb}")
+        command.add_argument("run", nargs="?", default="", help="run directory or id (default: the only one running)")
+        command.add_argument("--json", action="store_true", help="as JSON")
+
+    model = verbs.add_parser("make-model", help="build a tiny model with tokenizer and chat template")
+    model.set_defaults(call="make_model:make_model")
+    model.add_argument("out", metavar="OUT", help="directory to write, must not hold a model")
+    model.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    model.add_argument("--hidden-size", type=int, default=None, help="width")
+    model.add_argument("--layers", type=int, default=None, help="depth")
+    model.add_argument("--heads", type=int, default=None, help="attention heads")
+
+    report = verbs.add_parser("report", help="write report.html and the reward picture of a run directory")
+    report.set_defaults(call="report:report")
+    report.add_argument("run_dir", metavar="RUN_DIR")
+
+    verbs.add_parser("agent", help="one node's agent (started by `run` and by Slurm)")
+    verbs.add_parser("hub", help="a run's hub (started by the first node's agent)")
+    return parser
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", metavar="FILE_OR_RECIPE", help="run files or recipes; later ones win")
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one setting, such as rollout.batch_size=64",
+    )
