@@ -1,0 +1,275 @@
+"""The data of the hub's state machine: nodes, cells, clients, the outcome, and the actions of the current event."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from miles_hpc.config.schema import HealConfig
+from miles_hpc.config.timing import Timing
+from miles_hpc.hub.actions import EXIT_CODES, Action, Note, Outcome, Send, WriteVerdict
+from miles_hpc.hub.summary import merged_summary
+from miles_hpc.specs.base import CommandWorkerSpec
+from miles_hpc.wire.ids import Generation, cell_id, worker_id
+from miles_hpc.wire.messages import FromHub, Gpu, StartWorker
+
+WRITE_PATIENCE_S = 3.0
+"""A verdict that is not durable after this time no longer holds up the end of the processes."""
+LEAVE_SLACK_S = 5.0
+"""Added to the longest stop grace: until then every agent should have said goodbye."""
+
+
+NEVER_STARTED = Generation(0, 0)
+
+
+class Phase(enum.Enum):
+    """Where a cell stands. RESERVED, STARTING and READY cells are in the address book."""
+
+    WAITING = "waiting"
+    """Wanted; not placed yet, or held back until `retry_at`."""
+    RESERVING = "reserving"
+    RESERVED = "reserved"
+    """All its ports are known; waits for the pools that it reads."""
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    """Not wanted any more."""
+
+
+PUBLISHED = (Phase.RESERVED, Phase.STARTING, Phase.READY)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What does not change while a hub lives."""
+
+    run_id: str
+    attempt: int
+    epoch: int
+    run_dir: str = "/nowhere"
+    expected_nodes: int = 1
+    spare_nodes: int = 0
+    hub_node: str = "node-00000"
+    package_version: str = ""
+    digest: str = ""
+    hub: str = ""
+    """Where the hub listens, for people."""
+
+
+@dataclass
+class Node:
+    """One agent's node. `last_heard` is on the hub's monotonic clock."""
+
+    id: str
+    index: int
+    key: str
+    incarnation: str
+    peer: bytes
+    host: str
+    pid: int
+    address: str
+    cpus: float
+    gpus: tuple[Gpu, ...]
+    last_heard: float
+    condition: Literal["alive", "suspect", "dead"] = "alive"
+    left: bool = False
+    """It said goodbye."""
+    gpu_holders: dict[int, tuple[str, Generation]] = field(default_factory=dict)
+    """GPU slot -> the worker that occupies it until it is confirmed gone."""
+    strays: dict[str, Generation] = field(default_factory=dict)
+    """Workers that this node runs, or may still run, although they are not wanted there."""
+
+    def release(self, worker: str, generation: Generation) -> None:
+        for slot in [slot for slot, holder in self.gpu_holders.items() if holder == (worker, generation)]:
+            del self.gpu_holders[slot]
+
+
+@dataclass
+class Worker:
+    """One process of a placed cell."""
+
+    id: str
+    index: int
+    node: str
+    gpu_slots: tuple[int, ...] = ()
+    keep: dict[str, int] = field(default_factory=dict)
+    ports: dict[str, int] | None = None
+    order: StartWorker | None = None
+    pid: int = 0
+    ready: bool = False
+    gone: bool = False
+    ordered_at: float = 0.0
+
+
+@dataclass
+class Cell:
+    """A replica: desired by its spec, observed through its workers."""
+
+    id: str
+    spec: CommandWorkerSpec
+    index: int
+    phase: Phase = Phase.WAITING
+    generation: Generation = NEVER_STARTED
+    workers: list[Worker] = field(default_factory=list)
+    previous: list[Worker] = field(default_factory=list)
+    """The workers of the last generation: their places and ports are kept where possible."""
+    deaths: deque[float] = field(default_factory=deque)
+    """Times of the budgeted deaths inside the window."""
+    retry_at: float = 0.0
+    unplaced_since: float | None = None
+    starts: int = 0
+    wanted: bool = True
+
+    @property
+    def pool(self) -> str:
+        return self.spec.name
+
+    @property
+    def published(self) -> bool:
+        return self.phase in PUBLISHED
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self.starts - 1)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A program of ours that said hello."""
+
+    worker: str
+    cell: str
+    generation: Generation
+
+
+class Core:
+    """All that the hub knows. Reactions in the sibling modules change it and put actions into `out`.
+
+    Raises:
+        ValueError: when two pools have one name, or a spec asks for what this hub cannot do.
+    """
+
+    def __init__(
+        self, specs: Sequence[CommandWorkerSpec], info: RunInfo, heal: HealConfig, timing: Timing, now: float
+    ) -> None:
+        self.info, self.heal, self.timing = info, heal, timing
+        self.started_at = self.now = now
+        self.specs: dict[str, CommandWorkerSpec] = {}
+        self.pools: dict[str, list[Cell]] = {}
+        self.cells: dict[str, Cell] = {}
+        for spec in specs:
+            self._add_pool(spec)
+        for spec in specs:
+            unknown = [pool for pool in spec.reads if pool not in self.specs]
+            if unknown:
+                raise ValueError(f"pool {spec.name!r} reads {unknown}, which no spec declares: {list(self.specs)}")
+        self.waiting: dict[str, None] = dict.fromkeys(self.cells)
+        self.reserved: dict[str, None] = {}
+        self.nodes: dict[str, Node] = {}
+        self.node_of_peer: dict[bytes, str] = {}
+        self.clients: dict[bytes, Client] = {}
+        self.begun = False
+        self.book_dirty = True
+        self.step = self.weight_version = 0
+        self.driver_summary: dict[str, Any] = {}
+        self.ready_at: float | None = None
+        self.first_step_at: float | None = None
+        self.outcome: Outcome | None = None
+        self.decided_at = 0.0
+        self.shutdown_sent = self.leaving = False
+        self.out: list[Action] = []
+
+    def _add_pool(self, spec: CommandWorkerSpec) -> None:
+        if spec.name in self.specs:
+            raise ValueError(f"two pools are called {spec.name!r}")
+        if spec.scheduling.colocate_with:
+            raise ValueError(
+                f"pool {spec.name!r}: colocate_with = {spec.scheduling.colocate_with!r} is not supported; "
+                "give the pools GPUs of their own"
+            )
+        self.specs[spec.name] = spec
+        self.pools[spec.name] = [
+            Cell(cell_id(spec.name, index), spec, index) for index in range(spec.scheduling.num_cells)
+        ]
+        self.cells.update((cell.id, cell) for cell in self.pools[spec.name])
+
+    # ------------------------------------------------------------------------------------------- outgoing
+    def send(self, peer: bytes, message: FromHub) -> None:
+        self.out.append(Send(peer, message))
+
+    def send_node(self, node_id: str, message: FromHub) -> None:
+        """To the agent of a node; a node that is gone gets nothing (it is told at its next hello)."""
+        node = self.nodes.get(node_id)
+        if node is not None and not node.left:
+            self.send(node.peer, message)
+
+    def note(self, event: str, level: Literal["info", "warning", "error"] = "info", **fields: Any) -> None:
+        self.out.append(Note(event, fields, level))
+
+    # -------------------------------------------------------------------------------------------- look-up
+    def present_nodes(self) -> Iterator[Node]:
+        return (node for node in self.nodes.values() if node.condition != "dead" and not node.left)
+
+    def heartbeat_scale(self) -> float:
+        """Large fleets beat slower: 5000 heartbeats a second are what one hub should read."""
+        return max(1.0, len(self.nodes) / 5000.0 / self.timing.heartbeat)
+
+    def find(self, worker: str, generation: Generation, node_id: str | None) -> tuple[Cell, Worker] | None:
+        """The worker of the current generation, or None for a stale report, another node's, or an unknown one."""
+        cell = self.cells.get(worker.rpartition("-")[0])
+        if cell is None or cell.generation != generation:
+            return None
+        for candidate in cell.workers:
+            if candidate.id == worker and not candidate.gone and node_id in (None, candidate.node):
+                return cell, candidate
+        return None
+
+    def new_workers(self, cell: Cell, places: Iterable[tuple[str, tuple[int, ...]]]) -> list[Worker]:
+        return [Worker(worker_id(cell.id, i), i, node, slots) for i, (node, slots) in enumerate(places)]
+
+    # ---------------------------------------------------------------------------------------- address book
+    def change_phase(self, cell: Cell, phase: Phase) -> None:
+        cell.phase = phase
+        self.book_dirty = True
+        for collection, member in ((self.waiting, Phase.WAITING), (self.reserved, Phase.RESERVED)):
+            if phase is member:
+                collection[cell.id] = None
+            else:
+                collection.pop(cell.id, None)
+
+    # ---------------------------------------------------------------------------------------------- verdict
+    def healed(self) -> int:
+        return sum(cell.restarts for cell in self.cells.values())
+
+    def started(self) -> int:
+        return sum(1 for cell in self.cells.values() if cell.starts)
+
+    def decide(self, outcome: Outcome, reason: str) -> None:
+        """Fix how the attempt ends. The first decision stands; later ones are consequences of it."""
+        if self.outcome is not None:
+            return
+        self.outcome, self.decided_at = outcome, self.now
+        code = EXIT_CODES[outcome]
+        summary = merged_summary(
+            self.driver_summary,
+            outcome=outcome,
+            reason=reason,
+            exit_code=code,
+            attempt=self.info.attempt,
+            step=self.step,
+            weight_version=self.weight_version,
+            started=self.started(),
+            healed=self.healed(),
+            ready=self._since_start(self.ready_at),
+            first_step=self._since_start(self.first_step_at),
+            total=round(self.now - self.started_at, 3),
+        )
+        self.note("verdict", "info" if outcome == "finished" else "error", outcome=outcome, reason=reason)
+        self.out.append(WriteVerdict(outcome, reason, code, summary))
+
+    def _since_start(self, moment: float | None) -> float | None:
+        return None if moment is None else round(moment - self.started_at, 3)

@@ -1,0 +1,300 @@
+"""Cells: placed, given ports, started; ended as a whole when one worker dies; started again within the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
+from miles_hpc.hub.placement import NodeSlots, Place, PlacementRefused, place
+from miles_hpc.hub.render import ports_of_worker, start_order
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import PortsReserved, ReservePorts, StopWorker, Superseded, WorkerExited
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a cell ends."""
+
+    text: str
+    """For people: which worker, how it ended, which log tells more."""
+    budgeted: bool = True
+    """Counts against the heal budget; a lost node is not the cell's fault."""
+    final: bool = False
+    """The cell is not wanted any more."""
+
+
+# ------------------------------------------------------------------------------------------------ starting
+def advance(core: Core) -> None:
+    """Take each cell over the barriers that it can pass now."""
+    if core.outcome is not None:
+        return
+    if core.begun:
+        for cell_id in list(core.waiting):
+            cell = core.cells[cell_id]
+            if core.outcome is None and cell.retry_at <= core.now:
+                _reserve(core, cell)
+    for cell_id in list(core.reserved):
+        cell = core.cells[cell_id]
+        if core.outcome is None and _read_pools_known(core, cell):
+            _start(core, cell)
+
+
+def _reserve(core: Core, cell: Cell) -> None:
+    """Barrier 1: a place and a request for ports for each worker, or nothing at all."""
+    places = _places(core, cell)
+    if places is None:
+        return
+    cell.generation = Generation(core.info.epoch, cell.generation.n + 1)
+    cell.unplaced_since = None
+    cell.workers = core.new_workers(cell, places)
+    core.change_phase(cell, Phase.RESERVING)
+    core.note("cell_placed", cell=cell.id, generation=str(cell.generation), nodes=sorted({node for node, _ in places}))
+    for worker in cell.workers:
+        node = core.nodes[worker.node]
+        for slot in worker.gpu_slots:
+            node.gpu_holders[slot] = (worker.id, cell.generation)
+        before = cell.previous[worker.index] if cell.previous else None
+        if before is not None and before.node == worker.node:
+            worker.keep = before.ports or before.keep
+        send_reserve(core, cell, worker)
+
+
+def send_reserve(core: Core, cell: Cell, worker: Worker) -> None:
+    worker.ordered_at = core.now
+    core.send_node(
+        worker.node,
+        ReservePorts(
+            worker=worker.id,
+            generation=cell.generation,
+            ports=ports_of_worker(cell, worker.index),
+            cell_index=cell.index,
+            keep=worker.keep,
+        ),
+    )
+
+
+def _usable_nodes(core: Core) -> list[Node]:
+    alive = sorted((n for n in core.nodes.values() if n.condition == "alive" and not n.left), key=lambda n: n.index)
+    # Spare nodes get work only when there are not enough others.
+    return alive[: max(1, core.info.expected_nodes - core.info.spare_nodes)] if core.info.spare_nodes else alive
+
+
+def _places(core: Core, cell: Cell) -> list[Place] | None:
+    need = cell.spec.scheduling
+    cpus_used: dict[str, float] = {}
+    of_pool: dict[str, int] = {}
+    for other in core.cells.values():
+        for worker in other.workers if other.phase is not Phase.WAITING else ():
+            if not worker.gone:
+                cpus = other.spec.scheduling.num_cpus_per_worker
+                cpus_used[worker.node] = cpus_used.get(worker.node, 0.0) + cpus
+                if other.pool == cell.pool:
+                    of_pool[worker.node] = of_pool.get(worker.node, 0) + 1
+    usable = _usable_nodes(core)
+    slots = [
+        NodeSlots(
+            id=node.id,
+            cpus=node.cpus,
+            gpus=len(node.gpus),
+            free_gpus=frozenset(range(len(node.gpus))) - node.gpu_holders.keys(),
+            cpus_used=cpus_used.get(node.id, 0.0),
+            pool_workers=of_pool.get(node.id, 0),
+        )
+        for node in usable
+        # An old process of this cell may still hold its name and ports there.
+        if not any(stray.rpartition("-")[0] == cell.id for stray in node.strays)
+    ]
+    try:
+        return place(
+            cell.id,
+            need,
+            slots,
+            hub_node=core.info.hub_node,
+            avoid_hub_node=need.avoid_hub_node or (cell.spec.state == "stateful" and not need.num_gpus_per_worker),
+            previous=[(worker.node, worker.gpu_slots) for worker in cell.previous],
+        )
+    except PlacementRefused as refused:
+        _on_refused(core, cell, str(refused))
+        return None
+
+
+def _on_refused(core: Core, cell: Cell, text: str) -> None:
+    """Wait while something may become free, for `timing.join` at most; otherwise end the run with the numbers."""
+    if cell.unplaced_since is None:
+        cell.unplaced_since = core.now
+        core.note("cell_unplaced", "warning", cell=cell.id, reason=text)
+    whole = sum(1 for node in core.nodes.values() if node.condition == "alive" and not node.left)
+    moving = any(other.phase is Phase.STOPPING for other in core.cells.values())
+    moving = moving or any(node.strays for node in core.nodes.values())
+    if whole >= core.info.expected_nodes and not moving:
+        core.decide("failed", text)
+    elif core.now - cell.unplaced_since > core.timing.join:
+        core.decide("failed", f"{text}; nothing became free within {core.timing.join:g} s (timing.join)")
+
+
+def on_ports(core: Core, report: PortsReserved, node_id: str) -> None:
+    """Barrier 2: an answer to ReservePorts; a refusal takes the whole cell back."""
+    found = core.find(report.worker, report.generation, node_id)
+    if found is None or found[0].phase is not Phase.RESERVING:
+        return
+    cell, worker = found
+    if report.error:
+        worker.gone = True  # it holds nothing, so there is nothing to stop
+        core.nodes[node_id].release(worker.id, cell.generation)
+        end_cell(core, cell, Ending(f"{report.worker} got no ports on {node_id}: {report.error}"))
+        return
+    wanted = [port.name for port in ports_of_worker(cell, worker.index)]
+    missing = [name for name in wanted if name not in report.ports]
+    if missing:
+        end_cell(
+            core, cell, Ending(f"{node_id} gave {worker.id} the ports {sorted(report.ports)}; {missing} are missing")
+        )
+        return
+    worker.ports = dict(report.ports)
+    if all(other.ports is not None for other in cell.workers):
+        core.change_phase(cell, Phase.RESERVED)
+
+
+def _read_pools_known(core: Core, cell: Cell) -> bool:
+    return all(other.published for pool in cell.spec.reads for other in core.pools[pool] if other.wanted)
+
+
+def _start(core: Core, cell: Cell) -> None:
+    """Barrier 3: every command is rendered before the first is sent."""
+    try:
+        orders = [start_order(core, cell, worker) for worker in cell.workers]
+    except Exception as error:  # a spec is a user's code: whatever it raises ends the run with its name
+        core.decide("failed", f"pool {cell.pool}: its command cannot be rendered: {type(error).__name__}: {error}")
+        return
+    cell.starts += 1
+    core.change_phase(cell, Phase.STARTING)
+    if cell.restarts:
+        core.note("cell_healing", cell=cell.id, generation=str(cell.generation), restarts=cell.restarts)
+    for worker, order in zip(cell.workers, orders, strict=True):
+        worker.order = order
+        worker.ordered_at = core.now
+        core.send_node(worker.node, order)
+
+
+def on_started(core: Core, worker: str, generation: Generation, pid: int, node_id: str) -> None:
+    found = core.find(worker, generation, node_id)
+    if found is not None:
+        found[1].pid = pid
+
+
+def on_ready(core: Core, worker: str, generation: Generation, node_id: str) -> None:
+    found = core.find(worker, generation, node_id)
+    if found is None or found[0].phase is not Phase.STARTING:
+        return
+    cell = found[0]
+    found[1].ready = True
+    if all(other.ready for other in cell.workers):
+        core.change_phase(cell, Phase.READY)
+        core.note("cell_ready", cell=cell.id, generation=str(cell.generation))
+        if core.ready_at is None and all(c.phase is Phase.READY for c in core.cells.values() if c.wanted):
+            core.ready_at = core.now
+            core.note("all_ready", seconds=round(core.now - core.started_at, 3))
+
+
+# -------------------------------------------------------------------------------------------------- ending
+def on_exited(core: Core, report: WorkerExited, node_id: str) -> None:
+    """A worker is gone: its cell ends, or is one step nearer to its end."""
+    node = core.nodes[node_id]
+    node.release(report.worker, report.generation)
+    if node.strays.get(report.worker) == report.generation:
+        del node.strays[report.worker]
+    found = core.find(report.worker, report.generation, node_id)
+    if found is None:
+        return
+    cell, worker = found
+    by_slurm = report.cause == "stopped_by_slurm"
+    ending = Ending(f"{worker.id} {how_it_ended(report)}", budgeted=not by_slurm, final=by_slurm)
+    on_worker_gone(core, cell, worker, ending)
+
+
+def on_worker_gone(core: Core, cell: Cell, worker: Worker, ending: Ending) -> None:
+    worker.gone = True
+    if cell.phase is not Phase.STOPPING:
+        end_cell(core, cell, ending)
+    elif all(other.gone for other in cell.workers):
+        _on_cell_gone(core, cell)
+
+
+def how_it_ended(report: WorkerExited) -> str:
+    """`exit code 1 (probe_failed: …); log /run/logs/…`"""
+    if report.signal is not None:
+        end = f"was killed by signal {report.signal}"
+    elif report.exit_code is not None:
+        end = f"ended with exit code {report.exit_code}"
+    else:
+        end = "is gone"
+    if report.oom != "no":
+        end += f", out of memory ({report.oom})"
+    if report.cause not in ("exited", "stopped"):
+        end += f", {report.cause}"
+    if report.text:
+        end += f": {report.text}"
+    return f"{end}; log {report.log_path}" if report.log_path else end
+
+
+def end_cell(core: Core, cell: Cell, ending: Ending) -> None:
+    """Stop what is left of a cell; it is started again when all of it is confirmed gone."""
+    if cell.phase in (Phase.STOPPING, Phase.STOPPED, Phase.WAITING):
+        return
+    core.change_phase(cell, Phase.STOPPING)
+    core.note("cell_ends", "warning", cell=cell.id, generation=str(cell.generation), reason=ending.text)
+    for peer in [peer for peer, client in core.clients.items() if client.cell == cell.id]:
+        del core.clients[peer]
+        core.send(peer, Superseded(reason=f"cell {cell.id} g{cell.generation} ends: {ending.text}"))
+    for worker in cell.workers:
+        if not worker.gone:
+            send_stop(core, cell, worker, ending.text)
+    cell.wanted = cell.wanted and not ending.final
+    if core.outcome is None and cell.wanted:
+        _judge(core, cell, ending)
+    if all(worker.gone for worker in cell.workers):
+        _on_cell_gone(core, cell)
+
+
+def send_stop(core: Core, cell: Cell, worker: Worker, reason: str) -> None:
+    worker.ordered_at = core.now
+    core.send_node(worker.node, StopWorker(worker=worker.id, generation=cell.generation, reason=reason))
+
+
+def _judge(core: Core, cell: Cell, ending: Ending) -> None:
+    """Whether the run survives this end, and how long the next start waits."""
+    heal = core.heal
+    if cell.spec.restart == "fail_run":
+        core.decide("failed", f"cell {cell.id} ended, and the run cannot go on without it: {ending.text}")
+        return
+    if not ending.budgeted:
+        cell.retry_at = core.now
+        return
+    while cell.deaths and core.now - cell.deaths[0] > heal.window_s:
+        cell.deaths.popleft()
+    if len(cell.deaths) >= heal.budget:
+        core.decide(
+            "failed",
+            f"cell {cell.id} ended {len(cell.deaths) + 1} times within {heal.window_s:g} s, "
+            f"its budget is {heal.budget} restarts (heal.budget): {ending.text}",
+        )
+        return
+    backoff = min(heal.max_backoff_s, heal.backoff_s * 2.0 ** (len(cell.deaths) - 1)) if cell.deaths else 0.0
+    cell.deaths.append(core.now)
+    cell.retry_at = core.now + backoff
+
+
+def _on_cell_gone(core: Core, cell: Cell) -> None:
+    cell.previous = cell.workers
+    cell.workers = []
+    core.note("cell_gone", cell=cell.id, generation=str(cell.generation))
+    core.change_phase(cell, Phase.WAITING if cell.wanted else Phase.STOPPED)
+
+
+def on_replace(core: Core, cell_id: str, generation: Generation, reason: str, by: str) -> None:
+    """The controller has no use for this generation of a cell; another generation is left alone."""
+    cell = core.cells.get(cell_id)
+    if cell is None or cell.generation != generation or cell.phase in (Phase.STOPPING, Phase.WAITING, Phase.STOPPED):
+        core.note("replace_ignored", cell=cell_id, generation=str(generation), by=by)
+        return
+    end_cell(core, cell, Ending(f"{by} asked for a replacement: {reason}"))

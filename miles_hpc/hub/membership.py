@@ -1,0 +1,226 @@
+"""Nodes: who is let in, who is silent, and what an agent's table says against what the hub knows."""
+
+from __future__ import annotations
+
+from miles_hpc.hub import lifecycle
+from miles_hpc.hub.actions import EXIT_CODES
+from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
+from miles_hpc.hub.lifecycle import Ending
+from miles_hpc.wire.ids import Generation, node_id
+from miles_hpc.wire.messages import AgentHello, Refused, Shutdown, StopWorker, Welcome, WorkerState
+
+FENCE_SLACK_S = 5.0
+"""Added to `timing.fence` before a silent node's stateful workers count as gone."""
+
+
+def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
+    """Let an agent in, or say by name why not."""
+    refusal = _refusal(core, peer, hello)
+    if refusal is not None:
+        core.note("agent_refused", "warning", node_index=hello.node_index, host=hello.host, reason=refusal.text)
+        core.send(peer, refusal)
+        return
+    name = node_id(hello.node_index)
+    before = core.nodes.get(name)
+    node = Node(
+        id=name,
+        index=hello.node_index,
+        key=hello.node_key,
+        incarnation=hello.incarnation,
+        peer=peer,
+        host=hello.host,
+        pid=hello.pid,
+        address=hello.address,
+        cpus=hello.cpus,
+        gpus=tuple(hello.gpus),
+        last_heard=core.now,
+    )
+    same = before is not None and before.incarnation == hello.incarnation
+    if before is not None:
+        core.node_of_peer.pop(before.peer, None)
+        node.gpu_holders, node.strays = before.gpu_holders, before.strays
+    core.nodes[name] = node
+    core.node_of_peer[peer] = name
+    core.note("agent_joined", node=name, host=hello.host, pid=hello.pid, incarnation=hello.incarnation, again=same)
+    core.send(peer, welcome(core, node))
+    if core.shutdown_sent:
+        core.send(peer, shutdown_order(core))
+        return
+    _reconcile(core, node, hello.table, after_hello=True, same_incarnation=same)
+    if not core.begun and len(list(core.present_nodes())) >= core.info.expected_nodes:
+        core.begun = True
+        core.note("all_nodes_joined", seconds=round(core.now - core.started_at, 3), nodes=len(core.nodes))
+
+
+def _refusal(core: Core, peer: bytes, hello: AgentHello) -> Refused | None:
+    info = core.info
+    if info.package_version and hello.package_version != info.package_version:
+        return Refused(
+            code="version",
+            text=f"the agent on {hello.host} is miles-hpc {hello.package_version}, the hub {info.package_version}; "
+            "start both from one installation",
+        )
+    if info.digest and hello.digest and hello.digest != info.digest:
+        return Refused(
+            code="digest",
+            text=f"the agent on {hello.host} read another configuration (digest {hello.digest[:12]}) than the hub "
+            f"({info.digest[:12]}); the file config.resolved.toml must not change during an attempt",
+        )
+    before = core.nodes.get(node_id(hello.node_index))
+    if (
+        before is not None
+        and before.incarnation != hello.incarnation
+        and before.condition == "alive"
+        and not before.left
+    ):
+        return Refused(
+            code="node_taken",
+            text=f"{before.id} is taken by the agent with pid {before.pid} on {before.host}, heard "
+            f"{core.now - before.last_heard:.1f} s ago; it is free again after {core.timing.suspect:g} s of silence",
+        )
+    return None
+
+
+def welcome(core: Core, node: Node) -> Welcome:
+    return Welcome(
+        node=node.id,
+        epoch=core.info.epoch,
+        heartbeat=core.timing.heartbeat * core.heartbeat_scale(),
+        run_id=core.info.run_id,
+        attempt=core.info.attempt,
+    )
+
+
+def shutdown_order(core: Core) -> Shutdown:
+    outcome = core.outcome or "failed"
+    return Shutdown(reason=outcome, exit_code=EXIT_CODES[outcome])
+
+
+def on_heard(core: Core, node: Node) -> None:
+    """Any message of an agent shows that its loop moves."""
+    node.last_heard = core.now
+    if node.condition == "alive":
+        return
+    core.note("node_back", node=node.id, was=node.condition)
+    node.condition = "alive"
+    # What was given to others while the node was silent must stop before the node gets work again.
+    for worker, generation in node.strays.items():
+        core.send_node(node.id, StopWorker(worker=worker, generation=generation, reason="superseded while silent"))
+
+
+def watch_silence(core: Core) -> None:
+    """SUSPECT gets no new work; DEAD loses its cells."""
+    scale = core.heartbeat_scale()
+    for node in list(core.nodes.values()):
+        if node.left:
+            continue
+        silent = core.now - node.last_heard
+        if node.condition == "alive" and silent > core.timing.suspect * scale:
+            node.condition = "suspect"
+            core.note("node_suspect", "warning", node=node.id, silent_s=round(silent, 3))
+        if node.condition == "suspect" and silent > core.timing.dead * scale:
+            node.condition = "dead"
+            core.note("node_dead", "error", node=node.id, silent_s=round(silent, 3))
+            _lose_workers(core, node, f"{node.id} ({node.host}) is lost: silent for {silent:.1f} s")
+        elif node.condition == "dead" and silent > core.timing.fence + FENCE_SLACK_S:
+            # By now the agent itself has killed its stateful groups, or the node does not run.
+            for cell, worker in _workers_on(core, node):
+                lifecycle.on_worker_gone(core, cell, worker, Ending(f"{node.id} is fenced", budgeted=False))
+
+
+def on_goodbye(core: Core, node: Node, reason: str) -> None:
+    """The agent has stopped its workers and leaves."""
+    core.note("agent_left", node=node.id, reason=reason)
+    node.left = True
+    core.node_of_peer.pop(node.peer, None)
+    node.gpu_holders.clear()
+    node.strays.clear()
+    for cell, worker in _workers_on(core, node):
+        ending = Ending(f"the agent of {node.id} ({node.host}) left: {reason or 'no reason given'}", budgeted=False)
+        lifecycle.on_worker_gone(core, cell, worker, ending)
+
+
+def _workers_on(core: Core, node: Node) -> list[tuple[Cell, Worker]]:
+    return [
+        (cell, worker)
+        for cell in core.cells.values()
+        for worker in cell.workers
+        if worker.node == node.id and not worker.gone
+    ]
+
+
+def _lose_workers(core: Core, node: Node, text: str) -> None:
+    for cell, worker in _workers_on(core, node):
+        # It may still run there; should the node come back, it is stopped then.
+        node.strays[worker.id] = cell.generation
+        ending = Ending(f"{text}, and with it {worker.id}", budgeted=False)
+        if cell.spec.state == "stateless":
+            lifecycle.on_worker_gone(core, cell, worker, ending)
+        else:
+            # A second copy of a stateful cell must not run beside the first: wait for the fence.
+            lifecycle.end_cell(core, cell, ending)
+
+
+# ------------------------------------------------------------------------------------------------- tables
+def on_full_table(core: Core, node: Node, rows: list[WorkerState]) -> None:
+    """Anti-entropy: adopt what was missed, stop what is not wanted, notice what is gone."""
+    _reconcile(core, node, rows, after_hello=False, same_incarnation=True)
+
+
+def _reconcile(core: Core, node: Node, rows: list[WorkerState], *, after_hello: bool, same_incarnation: bool) -> None:
+    listed: dict[str, Generation] = {}
+    for row in rows:
+        listed[row.worker] = row.generation
+        found = core.find(row.worker, row.generation, node.id)
+        if found is None:
+            node.strays[row.worker] = row.generation
+            core.note("stray_worker", "warning", node=node.id, worker=row.worker, generation=str(row.generation))
+            core.send_node(node.id, StopWorker(worker=row.worker, generation=row.generation, reason="not wanted here"))
+        else:
+            node.strays.pop(row.worker, None)
+            _adopt(core, *found, row, resend=after_hello)
+    for stray, generation in list(node.strays.items()):
+        if listed.get(stray) != generation:
+            del node.strays[stray]
+            node.release(stray, generation)
+    for cell, worker in _workers_on(core, node):
+        if listed.get(worker.id) == cell.generation:
+            continue
+        in_flight = core.now - worker.ordered_at <= core.timing.suspect
+        if not after_hello and in_flight:
+            continue
+        if same_incarnation and not worker.pid and cell.phase in (Phase.RESERVING, Phase.STARTING):
+            _send_again(core, cell, worker)
+        elif not (same_incarnation and cell.phase is Phase.RESERVED):
+            node.release(worker.id, cell.generation)
+            why = "is gone: its agent does not list it" if same_incarnation else "is gone: its agent was started anew"
+            lifecycle.on_worker_gone(core, cell, worker, Ending(f"{worker.id} {why}"))
+
+
+def _adopt(core: Core, cell: Cell, worker: Worker, row: WorkerState, *, resend: bool) -> None:
+    """A row of the current generation: catch up with reports that were lost."""
+    if row.pid:
+        worker.pid = row.pid
+    overdue = resend or core.now - worker.ordered_at > core.timing.suspect
+    if cell.phase is Phase.STOPPING:
+        if overdue and (resend or row.state != "stopping"):
+            lifecycle.send_stop(core, cell, worker, "sent again")
+    elif overdue and _unanswered(cell, worker, row):
+        _send_again(core, cell, worker)
+    elif cell.phase is Phase.STARTING and row.state == "ready" and not worker.ready:
+        lifecycle.on_ready(core, worker.id, cell.generation, worker.node)
+
+
+def _unanswered(cell: Cell, worker: Worker, row: WorkerState) -> bool:
+    if cell.phase is Phase.RESERVING:
+        return worker.ports is None
+    return cell.phase is Phase.STARTING and row.state == "reserved"
+
+
+def _send_again(core: Core, cell: Cell, worker: Worker) -> None:
+    """Orders are idempotent by (worker, generation), so one that may be lost is repeated."""
+    if worker.order is not None:
+        worker.ordered_at = core.now
+        core.send_node(worker.node, worker.order)
+    else:
+        lifecycle.send_reserve(core, cell, worker)

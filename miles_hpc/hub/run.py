@@ -1,0 +1,122 @@
+"""`python -m miles_hpc.hub.run --run-dir D --attempt N --address A`: the hub, started by the first node's agent."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles_hpc import __version__
+from miles_hpc.config.load import RESOLVED, read_resolved
+from miles_hpc.config.schema import Config
+from miles_hpc.hub.core import RunInfo
+from miles_hpc.hub.eventlog import EventLog
+from miles_hpc.hub.server import HubServer
+from miles_hpc.hub.state import HubState
+from miles_hpc.specs.compute import compute_specs
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.ids import node_id
+from miles_hpc.wire.rendezvous import Rendezvous, epochs, publish
+from miles_hpc.wire.security import KeyPair, role_keys
+from miles_hpc.wire.sockets import HubSocket
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the hub of an attempt to its verdict. Returns 0 when the verdict is on disk, 1 otherwise."""
+    started = time.monotonic()
+    arguments = _parser().parse_args(argv)
+    _die_with_parent()
+    run_dir = Path(arguments.run_dir).resolve()
+    attempt: int = arguments.attempt
+    config = read_resolved(run_dir)
+    log = EventLog(run_dir / "logs" / f"attempt-{attempt}" / "hub.jsonl")
+    logging.basicConfig(level=logging.INFO, handlers=[log.handler()])
+    try:
+        return _serve(run_dir, arguments.run_id or run_dir.name, attempt, arguments.address, config, log, started)
+    except Exception as error:
+        log.write("hub_failed", "error", reason=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        log.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="miles-hpc hub", description="The hub of one attempt; started by an agent.")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--address", required=True, help="IP literal to listen on; other nodes reach the hub there")
+    parser.add_argument("--run-id", default="", help="default: the name of the run directory")
+    return parser
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent or parent == 1:
+        raise SystemExit("the agent that started this hub is gone")
+
+
+def run_digest(run_dir: Path) -> str:
+    """What hub and agents must have read alike: the resolved config and the package version, as a hash."""
+    content = hashlib.sha256((run_dir / RESOLVED).read_bytes())
+    content.update(__version__.encode())
+    return content.hexdigest()
+
+
+def _serve(
+    run_dir: Path, run_id: str, attempt: int, address: str, config: Config, log: EventLog, started: float
+) -> int:
+    epoch = max(epochs(run_dir, attempt), default=0) + 1
+    digest = run_digest(run_dir)
+    keys = KeyPair.generate()
+    specs = compute_specs(config, run_dir)
+    with HubSocket(HostAndPort(address, 0), run_id=run_id, keys=keys, roles=role_keys(run_dir, attempt)) as socket:
+        info = RunInfo(
+            run_id=run_id,
+            attempt=attempt,
+            epoch=epoch,
+            run_dir=str(run_dir),
+            expected_nodes=config.cluster.local_nodes,
+            spare_nodes=config.cluster.spare_nodes,
+            hub_node=node_id(0),
+            package_version=__version__,
+            digest=digest,
+            hub=f"{socket.address.netloc} pid {os.getpid()}",
+        )
+        state = HubState(specs, info, config.heal, config.timing, started)
+        server = HubServer(state, socket, log, run_dir)
+        publish(
+            run_dir,
+            Rendezvous(
+                run_id=run_id,
+                attempt=attempt,
+                epoch=epoch,
+                addresses=[address],
+                port=socket.port,
+                public_key=keys.public,
+                digest=digest,
+            ),
+        )
+        log.write(
+            "hub_started",
+            hub=info.hub,
+            epoch=epoch,
+            nodes=info.expected_nodes,
+            pools={spec.name: spec.scheduling.num_cells for spec in specs},
+            start_s=round(time.monotonic() - started, 3),
+        )
+        server.run()
+    return 0 if server.verdict_delivered else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

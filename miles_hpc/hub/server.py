@@ -1,0 +1,162 @@
+"""The hub's I/O shell: bytes become events, actions become bytes and files, and nothing else happens here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import zmq
+
+from miles_hpc.hub import views
+from miles_hpc.hub.actions import Action, Event, HubSignalled, Leave, Note, Received, Send, Tick, VerdictWritten
+from miles_hpc.hub.actions import WriteVerdict as Verdict
+from miles_hpc.hub.eventlog import EventLog
+from miles_hpc.hub.state import HubState
+from miles_hpc.hub.verdict import FileWriter
+from miles_hpc.wire.sockets import HubSocket, milliseconds
+
+TICK_S = 0.1
+"""Longest time between two looks at the clock; all deadlines of the hub are seconds."""
+DRAIN_LIMIT = 512
+"""Messages that are handled before the clock is looked at again."""
+COUNTERS_EVERY_S = 10.0
+_WAKE = b"\x01"
+
+
+class HubServer:
+    """Runs a HubState on a socket until the state says Leave.
+
+    Args:
+        state: built with `clock()` as its start.
+        clock: the monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        state: HubState,
+        socket: HubSocket,
+        log: EventLog,
+        run_dir: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state, self._socket, self._log, self._clock = state, socket, log, clock
+        core = state.core
+        self._status_interval = core.timing.status_interval
+        # One pipe wakes the poll for what does not come over the network: a verdict that is durable, a signal.
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._verdict_result: bool | OSError | None = None
+        self._signalled = ""
+        self._files = FileWriter(run_dir, core.info.attempt, self._on_verdict)
+        self._left = False
+        self.verdict_delivered = False
+
+    # ------------------------------------------------------------------------------------- other threads
+    def _on_verdict(self, result: bool | OSError) -> None:
+        self._verdict_result = result
+        self._wake()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signalled = signal.Signals(number).name
+
+    def _wake(self) -> None:
+        # A full pipe means that the loop is awake already.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, _WAKE)
+
+    # ---------------------------------------------------------------------------------------------- loop
+    def run(self) -> None:
+        """Serve until every agent has left after the verdict. The caller closes the socket."""
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        poller = zmq.Poller()
+        poller.register(self._socket.socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        busy = False
+        next_tick = next_status = next_counters = self._clock()
+        try:
+            while not self._left:
+                # After a busy turn drain is called at once again: it sends the receipts and takes what came meanwhile.
+                wait = 0.0 if busy else max(0.0, next_tick - self._clock())
+                poller.poll(milliseconds(wait))
+                received = self._socket.drain(DRAIN_LIMIT)
+                busy = bool(received)
+                for peer, _role, message in received:
+                    self._apply(Received(peer, message))
+                self._take_wakeups()
+                now = self._clock()
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                    self._apply(Tick())
+                if now >= next_status:
+                    next_status = now + self._status_interval
+                    self._files.write_status(views.status_object(self._state.core, time.time()))
+                if now >= next_counters:
+                    next_counters = now + COUNTERS_EVERY_S
+                    self._log_counters()
+            self._socket.drain(0)
+            self._files.write_status(views.status_object(self._state.core, time.time()))
+        finally:
+            signal.set_wakeup_fd(-1)
+            self._files.close()
+            self._log_counters()
+
+    def _take_wakeups(self) -> None:
+        try:
+            os.read(self._wake_read, 4096)
+        except BlockingIOError:
+            return
+        signalled, self._signalled = self._signalled, ""
+        if signalled:
+            self._apply(HubSignalled(signalled))
+        result, self._verdict_result = self._verdict_result, None
+        if isinstance(result, OSError):
+            self._log.write("verdict_failed", "error", reason=str(result))
+        elif result is not None:
+            self.verdict_delivered = True
+            if not result:
+                self._log.write("verdict_exists", "warning", attempt=self._state.core.info.attempt)
+        if result is not None:
+            self._apply(VerdictWritten())
+
+    def _apply(self, event: Event) -> None:
+        for action in self._state.apply(event, self._clock()):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Send(peer, message):
+                self._socket.send(peer, message)
+            case Note(event, fields, level):
+                self._log.write(event, level, **fields)
+            case Verdict():
+                self._files.write_verdict(action)
+            case Leave():
+                self._left = True
+
+    _last_counters: tuple[int, ...] = ()
+
+    def _log_counters(self) -> None:
+        """Say what did not get through, when that has changed."""
+        c = self._socket.counters
+        counters = (c.malformed, c.forbidden, c.unroutable, c.full, self._socket.denied, self._files.status_failures)
+        if counters != self._last_counters and any(counters):
+            self._log.write(
+                "counters",
+                malformed=c.malformed,
+                forbidden=c.forbidden,
+                unroutable=c.unroutable,
+                queue_full=c.full,
+                denied=self._socket.denied,
+                status_failures=self._files.status_failures,
+                log_lines_dropped=self._log.dropped,
+            )
+        self._last_counters = counters

@@ -1,0 +1,228 @@
+"""The hub's state machine: events in, actions out. Nothing here opens, sleeps, logs or reads a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from miles_hpc.config.schema import HealConfig
+from miles_hpc.config.timing import Timing
+from miles_hpc.hub import lifecycle, membership, views
+from miles_hpc.hub.actions import Action, Event, HubSignalled, Leave, Received, Tick, VerdictWritten
+from miles_hpc.hub.core import LEAVE_SLACK_S, WRITE_PATIENCE_S, Client, Core, RunInfo
+from miles_hpc.hub.render import address_book
+from miles_hpc.specs.base import CommandWorkerSpec
+from miles_hpc.wire.ids import cell_of
+from miles_hpc.wire.messages import (
+    AgentHello,
+    CancelRun,
+    CellAddrs,
+    CellsReply,
+    ClientHeartbeat,
+    ClientHello,
+    ClientWelcome,
+    Done,
+    FinishRun,
+    FullTable,
+    GetCells,
+    GetStatus,
+    Goodbye,
+    Heartbeat,
+    PoolAddrs,
+    PortsReserved,
+    Progress,
+    Refused,
+    ReplaceCell,
+    Superseded,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+)
+
+OWN_LAG_S = 1.0
+"""A hub that did nothing for longer than this was itself stalled, and judges nobody by that time."""
+
+_FromAgent = Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye
+_FromClient = ClientHeartbeat | Progress | FinishRun | ReplaceCell
+
+
+class HubState:
+    """Desired against observed cells of one attempt.
+
+    Args:
+        now: the hub's monotonic clock, in seconds; never goes back between calls.
+
+    Raises:
+        ValueError: when the specs contradict each other.
+    """
+
+    def __init__(
+        self, specs: Sequence[CommandWorkerSpec], info: RunInfo, heal: HealConfig, timing: Timing, now: float
+    ) -> None:
+        self.core = Core(specs, info, heal, timing, now)
+        self.revision = 0
+        self.book: dict[str, list[CellAddrs]] = {}
+
+    def apply(self, event: Event, now: float) -> list[Action]:
+        """What to do about an event, in order."""
+        core = self.core
+        lag = now - core.now
+        core.now = now
+        if lag > OWN_LAG_S:
+            for node in core.nodes.values():
+                node.last_heard += lag
+            core.note("hub_stalled", "warning", seconds=round(lag, 3))
+        match event:
+            case Received(peer, message):
+                self._on_message(peer, message)
+            case VerdictWritten():
+                self._send_shutdown()
+            case HubSignalled(name):
+                core.decide("cancelled", f"the hub got {name}")
+            case Tick():
+                membership.watch_silence(core)
+                self._watch_start()
+        lifecycle.advance(core)
+        self._publish()
+        self._watch_end()
+        out, core.out = core.out, []
+        return out
+
+    # -------------------------------------------------------------------------------------------- messages
+    def _on_message(self, peer: bytes, message: object) -> None:
+        core = self.core
+        if isinstance(message, AgentHello):
+            membership.on_hello(core, peer, message)
+        elif isinstance(message, ClientHello):
+            self._on_client_hello(peer, message)
+        elif isinstance(message, _FromAgent):
+            node_name = core.node_of_peer.get(peer)
+            if node_name is None:
+                core.send(peer, Refused(code="unknown", text="this hub knows no agent on this connection: say hello"))
+            else:
+                self._on_agent(node_name, message)
+        elif isinstance(message, _FromClient):
+            client = core.clients.get(peer)
+            if client is None:
+                core.send(peer, Superseded(reason="this hub knows no current worker on this connection"))
+            else:
+                self._on_client(peer, client, message)
+        elif isinstance(message, GetStatus):
+            core.send(peer, views.status_reply(core, message.call_id))
+        elif isinstance(message, GetCells):
+            core.send(peer, CellsReply(call_id=message.call_id, cells=views.cell_rows(core)))
+        elif isinstance(message, CancelRun):
+            core.decide("cancelled", message.reason or "cancelled by an operator")
+            core.send(peer, Done(call_id=message.call_id))
+
+    def _on_agent(self, node_name: str, message: _FromAgent) -> None:
+        core = self.core
+        node = core.nodes[node_name]
+        membership.on_heard(core, node)
+        match message:
+            case FullTable():
+                membership.on_full_table(core, node, message.workers)
+            case PortsReserved():
+                lifecycle.on_ports(core, message, node_name)
+            case WorkerStarted():
+                lifecycle.on_started(core, message.worker, message.generation, message.pid, node_name)
+            case WorkerReady():
+                lifecycle.on_ready(core, message.worker, message.generation, node_name)
+            case WorkerExited():
+                core.note(
+                    "worker_exited",
+                    "info" if message.cause == "stopped" else "warning",
+                    worker=message.worker,
+                    generation=str(message.generation),
+                    node=node_name,
+                    how=lifecycle.how_it_ended(message),
+                )
+                lifecycle.on_exited(core, message, node_name)
+            case Goodbye():
+                membership.on_goodbye(core, node, message.reason)
+
+    def _on_client_hello(self, peer: bytes, hello: ClientHello) -> None:
+        core = self.core
+        found = core.find(hello.worker, hello.generation, None)
+        if found is None or not found[0].published:
+            core.note("client_superseded", "warning", worker=hello.worker, generation=str(hello.generation))
+            core.send(peer, Superseded(reason=f"{hello.worker} g{hello.generation} is not the current generation"))
+            return
+        for earlier in [p for p, client in core.clients.items() if client.worker == hello.worker]:
+            del core.clients[earlier]
+        core.clients[peer] = Client(hello.worker, cell_of(hello.worker), hello.generation)
+        info = core.info
+        core.send(peer, ClientWelcome(epoch=info.epoch, run_id=info.run_id, attempt=info.attempt))
+        core.send(peer, self._pool_addrs())
+
+    def _on_client(self, peer: bytes, client: Client, message: _FromClient) -> None:
+        core = self.core
+        match message:
+            case Progress():
+                core.step, core.weight_version = message.step, message.weight_version
+                if message.summary:
+                    core.driver_summary = message.summary
+                if core.first_step_at is None and message.step > 0:
+                    core.first_step_at = core.now
+            case FinishRun():
+                if message.summary:
+                    core.driver_summary = message.summary
+                core.decide(message.outcome, message.reason)
+            case ReplaceCell():
+                lifecycle.on_replace(core, message.cell, message.generation, message.reason, client.worker)
+
+    # ---------------------------------------------------------------------------------------- address book
+    def _pool_addrs(self) -> PoolAddrs:
+        return PoolAddrs(revision=self.revision, pools=self.book, healed=self.core.healed())
+
+    def _publish(self) -> None:
+        core = self.core
+        if not core.book_dirty:
+            return
+        core.book_dirty = False
+        book = address_book(core)
+        if book == self.book:
+            return
+        self.book, self.revision = book, self.revision + 1
+        news = self._pool_addrs()
+        for peer in core.clients:
+            core.send(peer, news)
+
+    # ------------------------------------------------------------------------------------- start and end
+    def _watch_start(self) -> None:
+        core = self.core
+        if core.begun or core.outcome is not None or core.now - core.started_at <= core.timing.join:
+            return
+        wanted = {f"node-{index:05d}" for index in range(core.info.expected_nodes)}
+        missing = sorted(wanted - {node.id for node in core.present_nodes()})
+        core.decide(
+            "failed",
+            f"{core.info.expected_nodes - len(missing)} of {core.info.expected_nodes} nodes said hello within "
+            f"{core.timing.join:g} s (timing.join); missing: {', '.join(missing[:8])}; "
+            "look at the agents' logs under logs/",
+        )
+
+    def _send_shutdown(self) -> None:
+        core = self.core
+        if core.shutdown_sent or core.outcome is None:
+            return
+        core.shutdown_sent = True
+        order = membership.shutdown_order(core)
+        for node in core.nodes.values():
+            core.send_node(node.id, order)
+
+    def _watch_end(self) -> None:
+        core = self.core
+        if core.outcome is None or core.leaving:
+            return
+        waited = core.now - core.decided_at
+        if not core.shutdown_sent and waited > WRITE_PATIENCE_S:
+            core.note("verdict_slow", "warning", seconds=round(waited, 3))
+            self._send_shutdown()
+        if not core.shutdown_sent:
+            return
+        patience = max((spec.stop_grace for spec in core.specs.values()), default=0.0) + LEAVE_SLACK_S
+        present = [node.id for node in core.present_nodes()]
+        if not present or waited > patience:
+            core.leaving = True
+            core.note("leaving", agents_left_behind=present)
+            core.out.append(Leave())
