@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_hpc.cli.exits import one_line
-from miles_hpc.cli.prompts import check_rows
-from miles_hpc.config.check import BUILT_IN_REWARDS, check
+from miles_hpc.config.check import check
 from miles_hpc.config.errors import ConfigError, ConflictError
 from miles_hpc.config.load import Loaded, load_with_origins
 from miles_hpc.config.schema import Config
@@ -82,21 +81,24 @@ def preflight(loaded: Loaded) -> list[str]:
 
 
 def _check_prompts(loaded: Loaded) -> None:
+    from miles_hpc.cli.prompts import check_rows
+    from miles_hpc.rollout.data import Keys
+
     config = loaded.config
     data = config.data
-    needed = {data.prompt_key: "data.prompt_key"}
-    if data.label_key and config.reward.function in BUILT_IN_REWARDS:
-        needed[data.label_key] = "data.label_key"
-    check_rows(loaded.origin(["data.prompts"]), "data.prompts", data.prompts, needed)
+    keys = Keys(prompt=data.prompt_key, label=data.label_key, metadata=data.metadata_key)
+    check_rows(loaded.origin(["data.prompts"]), "data.prompts", data.prompts, keys)
     if data.heldout:
-        check_rows(loaded.origin(["data.heldout"]), "data.heldout", data.heldout, needed)
+        check_rows(loaded.origin(["data.heldout"]), "data.heldout", data.heldout, keys)
     warm = config.train.warm_start
     if warm is not None:
-        keys = {
-            warm.prompt_key: "train.warm_start.prompt_key",
-            warm.answer_key: "train.warm_start.answer_key",
-        }
-        check_rows(loaded.origin(["train.warm_start.data"]), "train.warm_start.data", warm.data, keys)
+        check_rows(
+            loaded.origin(["train.warm_start.data"]),
+            "train.warm_start.data",
+            warm.data,
+            Keys(prompt=warm.prompt_key, label=warm.answer_key, metadata=""),
+            {"data.prompt_key": "train.warm_start.prompt_key", "data.label_key": "train.warm_start.answer_key"},
+        )
 
 
 def _check_model(loaded: Loaded) -> None:
