@@ -1,0 +1,120 @@
+"""What a `/generate` answer holds, checked: ids, log-probs, finish reason and weight versions that fit together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from miles_hpc.inference.engine_api import version_of
+
+Span = tuple[int, int, int]
+"""(weight version, first output token, one past the last)."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn.
+
+    `seed` makes an engine that honours it a pure function of prompt and seed; `temperature` 0 is greedy; `top_k` -1 is
+    no bound.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    seed: int | None = None
+
+    def payload(self) -> dict[str, Any]:
+        """The `sampling_params` of a request."""
+        payload: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        if self.stop:
+            payload["stop"] = self.stop
+        if self.stop_token_ids:
+            payload["stop_token_ids"] = self.stop_token_ids
+        if self.seed is not None:
+            payload["sampling_seed"] = self.seed
+        return payload
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """Generated tokens: `token_ids` and `logprobs` have one entry each per token, stop token included.
+
+    `weight_versions` covers them without gap.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_versions: list[Span]
+    text: str = ""
+
+
+class AnswerInvalid(ValueError):
+    """An answer that does not fit together; the text says which part."""
+
+
+class _SpanOnWire(msgspec.Struct):
+    version: str | int
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: dict[str, Any] | None = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    weight_version: str | int | None = None
+    weight_versions: list[_SpanOnWire] | None = None
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int]
+    text: str = ""
+
+
+def parse_answer(body: bytes, vocab_size: int) -> Generation:
+    """Decode the body of a 200 answer.
+
+    Raises:
+        AnswerInvalid: when ids, log-probs and spans do not fit together, or an id is outside 0..vocab_size-1.
+    """
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except msgspec.MsgspecError as error:
+        raise AnswerInvalid(f"not a /generate answer: {error}") from error
+    meta, ids = answer.meta_info, answer.output_ids
+    reason = (meta.finish_reason or {}).get("type")
+    if reason not in ("stop", "length", "abort"):
+        raise AnswerInvalid(f"finish_reason.type: expected stop, length or abort, found {reason!r}")
+    if reason == "abort":  # its parts need not fit: the request is not used
+        return Generation(token_ids=ids, logprobs=[], finish_reason="abort", weight_versions=[], text=answer.text)
+    drawn = meta.output_token_logprobs or []
+    if [token for _, token, _ in drawn] != ids:
+        raise AnswerInvalid(f"output_ids ({len(ids)}) and output_token_logprobs ({len(drawn)}) name different tokens")
+    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise AnswerInvalid(f"output id {bad} is outside 0..{vocab_size - 1}")
+    logprobs = [logprob for logprob, _, _ in drawn if logprob is not None]
+    if len(logprobs) != len(ids):
+        raise AnswerInvalid(f"{len(ids) - len(logprobs)} of {len(ids)} output tokens have no log-prob")
+    return Generation(
+        token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_versions=_spans(meta, len(ids)), text=answer.text
+    )
+
+
+def _spans(meta: _Meta, num_tokens: int) -> list[Span]:
+    if not meta.weight_versions:
+        return [(version_of(meta.weight_version), 0, num_tokens)] if num_tokens else []
+    spans = [(version_of(s.version), s.start, s.end) for s in meta.weight_versions if s.end > s.start]
+    edges = [0, *(end for _, _, end in spans)]
+    if [start for _, start, _ in spans] != edges[:-1] or edges[-1] != num_tokens:
+        raise AnswerInvalid(f"weight_versions {spans} do not cover the {num_tokens} output tokens")
+    return spans

@@ -1,0 +1,131 @@
+"""The controller's callers: driver, trainer rank 0, and whoever publishes weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from miles_hpc.inference.windows import (
+    CONTROLLER_POOL,
+    RPC_PORT,
+    ControllerError,
+    ControllerStatus,
+    ServingTimeout,
+    Window,
+    WindowLost,
+    WindowTimeout,
+)
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.messages import CellAddrs
+from miles_hpc.wire.rpc import RpcClient, RpcRemoteError
+from miles_hpc.wire.worker_env import WorkerEnv
+
+_CALL_S = 30.0
+_ANSWER_MARGIN_S = 10.0
+_ERRORS = {error.__name__: error for error in (WindowTimeout, WindowLost, ServingTimeout, ControllerError)}
+
+
+class AddressBook(Protocol):
+    """What is used of a HubClient."""
+
+    @property
+    def env(self) -> WorkerEnv: ...
+
+    @property
+    def pools(self) -> Mapping[str, Sequence[CellAddrs]]: ...
+
+
+def controller_address(book: AddressBook) -> HostAndPort | None:
+    """Where the controller listens, or None while it is not in the address book."""
+    cells = book.pools.get(CONTROLLER_POOL) or []
+    return cells[0].workers[0].get(RPC_PORT) if cells and cells[0].workers else None
+
+
+class ControllerClient:
+    """Calls to the controller that the address book names; close it on the loop that used it.
+
+    Besides its own errors each call raises RpcTimeout or RpcUnreachable.
+
+    Args:
+        hub: the program's HubClient.
+    """
+
+    def __init__(self, hub: AddressBook) -> None:
+        self._rpc = RpcClient(lambda: controller_address(hub), hub.env.run_dir, hub.env.attempt)
+
+    @classmethod
+    def at(cls, address: Callable[[], HostAndPort | None], run_dir: Path, attempt: int) -> ControllerClient:
+        """A client without an address book."""
+        client = cls.__new__(cls)
+        client._rpc = RpcClient(address, run_dir, attempt)
+        return client
+
+    async def __aenter__(self) -> ControllerClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._rpc.close()
+
+    async def start_update_weights(self, timeout_s: float, engines: int | None = None) -> Window:
+        """Open a weight window, when it is this caller's turn and `engines` (default: all) are ready.
+
+        Raises:
+            WindowTimeout: when that was not so within `timeout_s`; the text says what was missing.
+        """
+        params: dict[str, Any] = {"timeout_s": timeout_s} | ({} if engines is None else {"engines": engines})
+        return msgspec.convert(await self._call("start_update_weights", params, timeout_s + _ANSWER_MARGIN_S), Window)
+
+    async def end_update_weights(
+        self, window_id: str, version: int, path: str, failed: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        """The engines of the window serve `version`; whoever joins later loads it from `path`.
+
+        Args:
+            failed: cell -> reason of engines that did not take it (`UpdateResult.failed`); they are replaced.
+
+        Returns:
+            `failed`, and the cells that the controller itself found without that version.
+
+        Raises:
+            WindowLost: when the window is not open any more; nothing is published then.
+        """
+        params = {"window_id": window_id, "version": version, "path": str(path), "failed": dict(failed or {})}
+        return dict((await self._call("end_update_weights", params, _CALL_S))["failed"])
+
+    async def abort_update_weights(self, window_id: str, reason: str) -> None:
+        """Give a window up: its engines load the published weights again before they get traffic.
+
+        Raises:
+            WindowLost: when it is not open any more.
+        """
+        await self._call("abort_update_weights", {"window_id": window_id, "reason": reason}, _CALL_S)
+
+    async def published(self, version: int, path: str) -> None:
+        """Tell a new controller what is published already; a lower version than it knows changes nothing."""
+        await self._call("published", {"version": version, "path": str(path)}, _CALL_S)
+
+    async def status(self) -> ControllerStatus:
+        """What the controller knows now."""
+        return msgspec.convert(await self._call("status", {}, _CALL_S), ControllerStatus)
+
+    async def wait_serving(self, n: int, timeout_s: float) -> ControllerStatus:
+        """Wait until `n` engines get traffic.
+
+        Raises:
+            ServingTimeout: with every engine's state.
+        """
+        answer = await self._call("wait_serving", {"n": n, "timeout_s": timeout_s}, timeout_s + _ANSWER_MARGIN_S)
+        return msgspec.convert(answer, ControllerStatus)
+
+    async def _call(self, method: str, params: dict[str, Any], timeout_s: float) -> Any:
+        try:
+            return await self._rpc.call(method, params, timeout_s=timeout_s)
+        except RpcRemoteError as error:
+            raise _ERRORS.get(error.type_name, ControllerError)(error.text) from error

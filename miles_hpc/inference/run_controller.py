@@ -1,0 +1,65 @@
+"""The inference controller's process: `python -m miles_hpc.inference.run_controller`, started by an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+from miles_hpc.config.load import read_resolved
+from miles_hpc.config.schema import Config
+from miles_hpc.inference.http_session import open_http
+from miles_hpc.inference.service import ControllerService
+from miles_hpc.inference.windows import RPC_PORT
+from miles_hpc.wire.client import HubClient
+from miles_hpc.wire.program import setup_logging
+from miles_hpc.wire.rpc import RpcServer
+from miles_hpc.wire.worker_env import WorkerEnv
+
+log = logging.getLogger(__name__)
+
+
+async def control(env: WorkerEnv, config: Config, hub: HubClient) -> None:
+    """Serve until a signal, or until a part ends with an error, which is raised."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    settings = config.inference
+    async with open_http() as http:
+        service = ControllerService(
+            http,
+            hub.post_replace_cell,
+            engines_wanted=settings.engines,
+            start_deadline_s=settings.start_deadline_s,
+            window_timeout_s=settings.window_timeout_s,
+        )
+        server = RpcServer(env.listen[RPC_PORT], service.methods(), env.run_dir, env.attempt)
+
+        async def follow() -> None:
+            async for pools in hub.async_changes():
+                service.on_pools(pools)
+
+        service.on_pools(hub.pools)
+        parts = [asyncio.ensure_future(part) for part in (server.serve(), service.run(), follow(), stop.wait())]
+        try:
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+        for part in done:
+            part.result()
+
+
+def main() -> None:
+    """Entry of the process."""
+    setup_logging()
+    env = WorkerEnv.from_environ()
+    config = read_resolved(env.run_dir)
+    with HubClient(env) as hub:
+        asyncio.run(control(env, config, hub))
+    log.info("controller stopped")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,357 @@
+"""The controller's hands: carries out what `Controller` decides, and tells it how that went."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from miles_hpc.inference import controller as decisions
+from miles_hpc.inference.engine_api import EngineApi, EngineError
+from miles_hpc.inference.router_api import RouterApi, RouterError
+from miles_hpc.inference.weights import load_from_disk
+from miles_hpc.inference.windows import EngineInfo, ServingTimeout, WindowTimeout
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import CellAddrs
+
+log = logging.getLogger(__name__)
+
+ENGINE_POOLS, ROUTER_POOLS = "engine-", "router-"
+_HEALTH_POLL_S = 0.1
+_REGISTER_POLL_S = 0.05
+_FAILURE_PAUSE_S = 1.0
+_PROGRESS_S = 10.0
+
+
+def engines_in(pools: Mapping[str, Sequence[CellAddrs]]) -> list[EngineInfo]:
+    """The engines of an address book; worker 0 of a cell is the one that is called."""
+    return [
+        EngineInfo(
+            cell=cell.cell,
+            generation=cell.generation,
+            url=_url(cell),
+            gpu_offset=int(cell.meta.get("gpu_offset", 0)),
+        )
+        for pool, cells in pools.items()
+        if pool.startswith(ENGINE_POOLS)
+        for cell in cells
+    ]
+
+
+def routers_in(pools: Mapping[str, Sequence[CellAddrs]]) -> dict[str, tuple[Generation, str]]:
+    """The routers of an address book: cell -> (generation, url)."""
+    return {
+        cell.cell: (cell.generation, _url(cell))
+        for pool, cells in pools.items()
+        if pool.startswith(ROUTER_POOLS)
+        for cell in cells
+        if _url(cell)
+    }
+
+
+def router_url_in(pools: Mapping[str, Sequence[CellAddrs]]) -> str | None:
+    """Where to send `/generate`: the first router that is ready, or None."""
+    for pool in sorted(pools):
+        if pool.startswith(ROUTER_POOLS):
+            for cell in pools[pool]:
+                if cell.ready and _url(cell):
+                    return _url(cell)
+    return None
+
+
+def _url(cell: CellAddrs) -> str:
+    address = cell.workers[0].get("http") if cell.workers else None
+    return "" if address is None else address.addr
+
+
+class ControllerService:
+    """Runs `Controller` against real engines and routers.
+
+    Args:
+        http: the caller's client, not closed here.
+        replace: tells the hub that a generation of a cell is of no use.
+        engines_wanted: how many engines a weight window waits for.
+        start_deadline_s: until a new engine must be healthy.
+        window_timeout_s: longest window; then it is aborted.
+        reconcile_s: between two looks at a router's list.
+    """
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        replace: Callable[[str, Generation, str], None],
+        *,
+        engines_wanted: int,
+        start_deadline_s: float,
+        window_timeout_s: float,
+        reconcile_s: float = 2.0,
+        load_timeout_s: float = 600.0,
+    ) -> None:
+        self.state = decisions.Controller()
+        self._http = http
+        self._replace = replace
+        self._engines_wanted = engines_wanted
+        self._start_deadline_s = start_deadline_s
+        self._window_timeout_s = window_timeout_s
+        self._reconcile_s = reconcile_s
+        self._load_timeout_s = load_timeout_s
+        self._tasks: dict[tuple[str, Generation], set[asyncio.Task[None]]] = {}
+        self._router_tasks: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
+        self._kicks: dict[str, asyncio.Event] = {}
+        self._changed = asyncio.Event()
+        self._window_turn = asyncio.Lock()
+
+    # ------------------------------------------------------------------------------------------------- running
+    async def run(self, tick_s: float = 1.0) -> None:
+        """Tick until cancelled; then cancel everything that runs, and wait for it."""
+        try:
+            while True:
+                actions, aborted = self.state.on_tick(time.monotonic())
+                if aborted:
+                    log.error("window %s: aborted at its deadline of %g s", aborted, self._window_timeout_s)
+                self._apply(actions)
+                await asyncio.sleep(tick_s)
+        finally:
+            running = [t for tasks in self._tasks.values() for t in tasks]
+            running += [t for _, t in self._router_tasks.values()]
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def on_pools(self, pools: Mapping[str, Sequence[CellAddrs]]) -> None:
+        """The address book changed. Called on the loop's thread."""
+        self._apply(self.state.on_routers(routers_in(pools)) + self.state.on_engines(engines_in(pools)))
+
+    def _apply(self, actions: list[decisions.Action]) -> None:
+        for action in actions:
+            if isinstance(action, decisions.AwaitHealth):
+                self._spawn(action.engine, self._await_health(action.engine))
+            elif isinstance(action, decisions.LoadWeights):
+                self._spawn(action.engine, self._load(action.engine, action.version, action.path))
+            elif isinstance(action, decisions.Resume):
+                self._spawn(action.engine, self._resume(action.engine))
+            elif isinstance(action, decisions.SyncRouters):
+                self._sync_routers()
+            elif isinstance(action, decisions.Replace):
+                log.error("%s g%s is replaced: %s", action.engine.cell, action.engine.generation, action.reason)
+                self._replace(action.engine.cell, action.engine.generation, action.reason)
+            elif isinstance(action, decisions.Forget):
+                for task in self._tasks.pop((action.engine.cell, action.engine.generation), set()):
+                    task.cancel()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, engine: EngineInfo, work: Awaitable[None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:  # a defect here must not leave an engine waiting for ever
+                log.exception("%s: the controller failed on it", engine.cell)
+                self._apply(self.state.on_failed(engine, f"{type(error).__name__}: {error}"))
+
+        key = (engine.cell, engine.generation)
+        task = asyncio.ensure_future(guarded())
+        self._tasks.setdefault(key, set()).add(task)
+        task.add_done_callback(lambda done: self._tasks.get(key, set()).discard(done))
+
+    # ------------------------------------------------------------------------------------------------- engines
+    async def _await_health(self, engine: EngineInfo) -> None:
+        api = EngineApi(engine.url, self._http)
+        started = time.monotonic()
+        reported = started
+        while True:
+            if await api.health():
+                with contextlib.suppress(EngineError):
+                    version = await api.weight_version(timeout_s=5.0)
+                    waited = time.monotonic() - started
+                    log.info("%s g%s: healthy after %.1f s", engine.cell, engine.generation, waited)
+                    self._apply(self.state.on_healthy(engine, version))
+                    return
+            now = time.monotonic()
+            if now - started >= self._start_deadline_s:
+                reason = f"{engine.url}/health did not answer 200 within {self._start_deadline_s:g} s"
+                self._apply(self.state.on_failed(engine, reason))
+                return
+            if now - reported >= _PROGRESS_S:
+                reported = now
+                log.info("%s: not healthy yet after %.0f s", engine.cell, now - started)
+            await asyncio.sleep(_HEALTH_POLL_S)
+
+    async def _load(self, engine: EngineInfo, version: int, path: str) -> None:
+        try:
+            await load_from_disk(EngineApi(engine.url, self._http), path, version, timeout_s=self._load_timeout_s)
+        except (EngineError, asyncio.TimeoutError) as error:
+            reason = str(error) or f"no answer within {self._load_timeout_s:g} s"
+            log.warning("%s: weights %d from %s were not taken: %s", engine.cell, version, path, reason)
+            await asyncio.sleep(_FAILURE_PAUSE_S)
+            self._apply(self.state.on_load_failed(engine, reason))
+            return
+        log.info("%s g%s: took weights %d", engine.cell, engine.generation, version)
+        self._apply(self.state.on_loaded(engine, version))
+
+    async def _resume(self, engine: EngineInfo) -> None:
+        try:
+            await EngineApi(engine.url, self._http).resume()
+        except EngineError as error:
+            self._apply(self.state.on_failed(engine, f"did not continue after an aborted weight window: {error}"))
+            return
+        self._apply(self.state.on_resumed(engine))
+
+    # ------------------------------------------------------------------------------------------------- routers
+    def _sync_routers(self) -> None:
+        for cell, (generation, task) in list(self._router_tasks.items()):
+            if self.state.routers.get(cell, (None, ""))[0] != generation:
+                task.cancel()
+                del self._router_tasks[cell]
+        for cell, (generation, url) in self.state.routers.items():
+            if cell not in self._router_tasks:
+                self._kicks[cell] = asyncio.Event()
+                task = asyncio.ensure_future(self._keep_router(cell, generation, url))
+                self._router_tasks[cell] = (generation, task)
+            self._kicks[cell].set()
+
+    async def _keep_router(self, cell: str, generation: Generation, url: str) -> None:
+        """Bring one router's list in line whenever something changed, and every `reconcile_s` in any case."""
+        kick, silent_since, reported = self._kicks[cell], time.monotonic(), time.monotonic()
+        api = RouterApi(url, self._http, timeout_s=5.0)
+        while True:
+            kick.clear()
+            pause = self._reconcile_s
+            try:
+                healthy = await self._bring_in_line(api)
+                silent_since = time.monotonic()
+                before = self.state.serving()
+                self.state.on_router_list(cell, generation, healthy)
+                if self.state.serving() != before:
+                    log.info("router %s: %d engines serve", cell, self.state.serving())
+                    self._notify()
+                if not self.state.wanted_urls() <= healthy:
+                    pause = _REGISTER_POLL_S
+            except RouterError as error:
+                # A starting router refuses connections for about a second.
+                pause = 0.2
+                now = time.monotonic()
+                if now - silent_since >= _PROGRESS_S and now - reported >= _PROGRESS_S:
+                    reported = now
+                    log.warning("router %s: no answer for %.0f s: %s", cell, now - silent_since, error)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(kick.wait(), pause)
+
+    async def _bring_in_line(self, router: RouterApi) -> set[str]:
+        """Remove and add until the list fits; returns the urls that it then had as healthy."""
+        listed = await router.workers()
+        extra = {worker.url for worker in listed} - self.state.wanted_urls()
+        for url in sorted(extra):
+            log.info("router %s: removes %s", router.url, url)
+            await router.remove(url)
+        # Asked again: while a removal was awaited, another engine may have been lost.
+        for url in sorted(self.state.wanted_urls() - {worker.url for worker in listed}):
+            log.info("router %s: adds %s", router.url, url)
+            await router.add(url)
+        return {worker.url for worker in listed if worker.healthy} - extra
+
+    # --------------------------------------------------------------------------------------------- remote calls
+    def methods(self) -> dict[str, Callable[[dict[str, Any], list[memoryview]], Awaitable[Any]]]:
+        """Handlers for `RpcServer`."""
+        return {
+            "start_update_weights": self.start_update_weights,
+            "end_update_weights": self.end_update_weights,
+            "abort_update_weights": self.abort_update_weights,
+            "published": self.set_published,
+            "status": self.get_status,
+            "wait_serving": self.wait_serving,
+        }
+
+    async def start_update_weights(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
+        """{timeout_s, engines?} -> Window. Waits its turn, and for `engines` (default: all) to be ready.
+
+        Raises:
+            WindowTimeout: at the deadline, with what was still missing.
+        """
+        timeout_s, wanted = float(params["timeout_s"]), int(params.get("engines", self._engines_wanted))
+        deadline = time.monotonic() + timeout_s
+        obstacle = "another caller waits for a window"
+        try:
+            await asyncio.wait_for(self._window_turn.acquire(), timeout_s)
+            try:
+                self.state.window_wanted = True
+                while obstacle := self.state.window_obstacle(wanted):
+                    await self._wait_change(deadline, f"weight window: {obstacle}")
+                now = time.monotonic()
+                window = self.state.open_window(uuid.uuid4().hex[:12], wanted, now + self._window_timeout_s)
+            finally:
+                self.state.window_wanted = False
+                self._window_turn.release()
+        except asyncio.TimeoutError as error:
+            raise WindowTimeout(f"no weight window within {timeout_s:g} s: {obstacle}") from error
+        log.info("window %s: begins with %d engines", window.window_id, len(window.engines))
+        return msgspec.to_builtins(window)
+
+    async def end_update_weights(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
+        """{window_id, version, path, failed: {cell: reason}} -> {failed}. Each participant's label is looked at."""
+        window_id, version, path = params["window_id"], int(params["version"]), str(params["path"])
+        failed: dict[str, str] = dict(params.get("failed") or {})
+        window = self.state.window.window if self.state.window is not None else None
+        if window is not None and window.window_id == window_id:
+            asked = [engine for engine in window.engines if engine.cell not in failed]
+            for engine, found in zip(asked, await asyncio.gather(*map(self._label, asked)), strict=True):
+                if found != version:
+                    failed[engine.cell] = f"its label says {found}" if isinstance(found, int) else found
+        self._apply(self.state.on_window_end(window_id, version, path, failed))
+        log.info("window %s: ended, weights %d are published, %d engines failed", window_id, version, len(failed))
+        return {"failed": failed}
+
+    async def _label(self, engine: EngineInfo) -> int | str:
+        try:
+            return await EngineApi(engine.url, self._http).weight_version(timeout_s=10.0)
+        except EngineError as error:
+            return str(error)
+
+    async def abort_update_weights(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
+        """{window_id, reason}: engines continue, and get traffic again when they loaded the published weights."""
+        self._apply(self.state.on_window_abort(params["window_id"]))
+        log.error("window %s: aborted: %s", params["window_id"], params.get("reason", ""))
+
+    async def set_published(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
+        """{version, path}: what is published already, from a driver that resumed."""
+        self._apply(self.state.on_published(int(params["version"]), str(params["path"])))
+
+    async def get_status(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
+        """-> ControllerStatus."""
+        return msgspec.to_builtins(self.state.status())
+
+    async def wait_serving(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
+        """{n, timeout_s} -> ControllerStatus, as soon as `n` engines serve; raises ServingTimeout."""
+        wanted, timeout_s = int(params["n"]), float(params["timeout_s"])
+        deadline = time.monotonic() + timeout_s
+        try:
+            while self.state.serving() < wanted:
+                await self._wait_change(deadline, f"{self.state.serving()} of {wanted} engines serve")
+        except asyncio.TimeoutError as error:
+            states = ", ".join(f"{row.cell} {row.state}" for row in self.state.status().engines) or "none started"
+            text = f"{self.state.serving()} of {wanted} engines serve after {timeout_s:g} s: {states}"
+            raise ServingTimeout(text) from error
+        return msgspec.to_builtins(self.state.status())
+
+    async def _wait_change(self, deadline: float, what: str) -> None:
+        """Until the state changed; a progress line every 10 s. Raises TimeoutError at `deadline`."""
+        changed = self._changed
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise asyncio.TimeoutError
+            try:
+                await asyncio.wait_for(changed.wait(), min(left, _PROGRESS_S))
+                return
+            except asyncio.TimeoutError:
+                log.info("waiting: %s", what)
