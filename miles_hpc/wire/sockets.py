@@ -13,15 +13,13 @@ interval, and say hello again after each `up` event, because what was under way 
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from miles_hpc.wire import codec
 from miles_hpc.wire.address import HostAndPort
@@ -37,24 +35,25 @@ from miles_hpc.wire.messages import (
 )
 from miles_hpc.wire.rendezvous import Rendezvous
 from miles_hpc.wire.security import KeyPair, authenticator, sender_may_send
+from miles_hpc.wire.socket_options import (
+    LINK_EVENTS,
+    Context,
+    Socket,
+    bind,
+    drain_monitor,
+    milliseconds,
+    prepare,
+    prepare_client,
+    prepare_server,
+)
 
 log = logging.getLogger(__name__)
-
-Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
-Socket: TypeAlias = "zmq.Socket[bytes]"
 
 HUB_DOMAIN = "hub"
 QUEUE_LIMIT = 10_000
 """Messages that wait for one peer before more to it are dropped and counted."""
 _WRONG_HUB_AFTER_S = 1.5
 """How long handshakes may be cut off before the peer is called another run's hub; a dying hub looks the same once."""
-_LINK_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-)
 
 
 class HubError(Exception):
@@ -79,63 +78,6 @@ class HubRefused(HubError):
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"the hub refused this process ({code}): {text}")
         self.code = code
-
-
-def milliseconds(seconds: float) -> int:
-    """A timeout for a poller, never below 0 and rounded up, so that a short wait does not become a busy loop."""
-    return max(0, math.ceil(seconds * 1000))
-
-
-def prepare(socket: Socket, address: HostAndPort) -> None:
-    """Options that every socket of ours has: IPv6 where needed, no linger, and a dead node noticed in ~11 s."""
-    socket.linger = 0
-    socket.ipv6 = ":" in address.host
-    socket.set(zmq.HANDSHAKE_IVL, 10_000)
-    socket.set(zmq.TCP_KEEPALIVE, 1)
-    socket.set(zmq.TCP_KEEPALIVE_IDLE, 5)
-    socket.set(zmq.TCP_KEEPALIVE_INTVL, 2)
-    socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
-
-
-def prepare_server(socket: Socket, keys: KeyPair, domain: str) -> None:
-    """Make a socket a CURVE server that admits only what the ZAP handler knows for `domain`.
-
-    With ZAP_ENFORCE_DOMAIN a missing handler admits nobody instead of everybody.
-    """
-    socket.curve_server = True
-    socket.curve_publickey = keys.public.encode()
-    socket.curve_secretkey = keys.secret.encode()
-    socket.set(zmq.ZAP_DOMAIN, domain.encode())
-    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-
-def prepare_client(socket: Socket, keys: KeyPair, server_public: str) -> None:
-    """Make a socket a CURVE client of the server with this public key.
-
-    IMMEDIATE refuses to queue for a peer that is not connected, so that nothing stale is sent after a reconnect.
-    """
-    socket.curve_publickey = keys.public.encode()
-    socket.curve_secretkey = keys.secret.encode()
-    socket.curve_serverkey = server_public.encode()
-    socket.set(zmq.IMMEDIATE, 1)
-    socket.set(zmq.RECONNECT_IVL, 50)
-    socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-
-
-def bind(socket: Socket, address: HostAndPort) -> HostAndPort:
-    """Bind and return the address with its real port.
-
-    Raises:
-        OSError: with the errno of bind(2); the text names the address.
-    """
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    try:
-        socket.bind(f"tcp://{host}:{address.port or '*'}")
-    except zmq.ZMQError as failure:
-        raise OSError(failure.errno, f"cannot listen on {address.netloc}: {failure.strerror}") from failure
-    endpoint = socket.get(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return HostAndPort(address.host, int(endpoint.rstrip(b"\0").rpartition(b":")[2]))
 
 
 # ---------------------------------------------------------------------------------------------- the hub's end
@@ -315,6 +257,8 @@ class HubLink:
         """Sends that failed because the link was down or full, and messages that did not decode."""
         self._run_id = run_id
         self._header = codec.header(run_id)
+        self.last_failure: codec.DecodeError | None = None
+        """Why the last dropped message did not decode: the peer may be of another run or version."""
         self._heard = time.monotonic()
         self.socket: Socket = context.socket(zmq.DEALER)
         prepare(self.socket, endpoint)
@@ -322,7 +266,7 @@ class HubLink:
         self.socket.set(zmq.ROUTING_ID, b"L" + secrets.token_bytes(15))
         self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         self.socket.sndhwm = self.socket.rcvhwm = QUEUE_LIMIT
-        self.monitor: Socket = self.socket.get_monitor_socket(_LINK_EVENTS)
+        self.monitor: Socket = self.socket.get_monitor_socket(LINK_EVENTS)
         self.socket.connect(endpoint.zmq)
 
     def __enter__(self) -> HubLink:
@@ -357,6 +301,7 @@ class HubLink:
                 message = codec.decode_from_hub(frames, self._run_id)
             except codec.DecodeError as failure:
                 self.dropped += 1
+                self.last_failure = failure
                 log.warning("a message of the hub at %s was dropped: %s", self.endpoint.netloc, failure)
                 continue
             if not isinstance(message, HeartbeatSeen):
@@ -365,12 +310,7 @@ class HubLink:
 
     def events(self) -> list[LinkEvent]:
         """What happened to the connection since the last call."""
-        found: list[LinkEvent] = []
-        while self.monitor.poll(0):
-            event = _link_event(parse_monitor_message(self.monitor.recv_multipart()), self.endpoint)
-            if event is not None:
-                found.append(event)
-        return found
+        return [_link_event(event, self.endpoint) for event in drain_monitor(self.monitor)]
 
     def silent_for(self) -> float:
         """Seconds since the hub was last heard (each heartbeat of ours is answered), or since the link was made.
@@ -387,7 +327,7 @@ class HubLink:
             self.socket.close(linger=0)
 
 
-def _link_event(event: Mapping[str, Any], endpoint: HostAndPort) -> LinkEvent | None:
+def _link_event(event: Mapping[str, Any], endpoint: HostAndPort) -> LinkEvent:
     kind = event["event"]
     if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
         return LinkEvent("up", f"connected to {endpoint.netloc}")
@@ -417,7 +357,7 @@ def connect_hub(
     Raises:
         WrongKey: at once when the hub does not know `keys`.
         WrongHub: within 3 s when only strangers answer at the addresses.
-        HubRefused: when the hub refuses the hello.
+        HubRefused: when the hub refuses the hello, or is of another run or version.
         HubUnreachable: after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
@@ -482,4 +422,6 @@ def _greet(link: HubLink, hello: Message, deadline: float) -> Message | None:
         answers = link.receive(limit=1)
         if answers:
             return answers[0]
+        if link.last_failure is not None:
+            raise HubRefused(link.last_failure.code, str(link.last_failure))
     return None

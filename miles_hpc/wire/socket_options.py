@@ -1,0 +1,92 @@
+"""Options that all sockets of ours share, and the reading of their monitors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.security import KeyPair
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+LINK_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
+"""What a client's monitor reports."""
+
+
+def milliseconds(seconds: float) -> int:
+    """A timeout for a poller, never below 0 and rounded up, so that a short wait does not become a busy loop."""
+    return max(0, math.ceil(seconds * 1000))
+
+
+def prepare(socket: Socket, address: HostAndPort) -> None:
+    """Options that every socket of ours has: IPv6 where needed, no linger, and a dead node noticed in ~11 s."""
+    socket.linger = 0
+    socket.ipv6 = ":" in address.host
+    socket.set(zmq.HANDSHAKE_IVL, 10_000)
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, 5)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, 2)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
+
+
+def prepare_server(socket: Socket, keys: KeyPair, domain: str) -> None:
+    """Make a socket a CURVE server that admits only what the ZAP handler knows for `domain`.
+
+    With ZAP_ENFORCE_DOMAIN a missing handler admits nobody instead of everybody.
+    """
+    socket.curve_server = True
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
+    socket.set(zmq.ZAP_DOMAIN, domain.encode())
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def prepare_client(socket: Socket, keys: KeyPair, server_public: str) -> None:
+    """Make a socket a CURVE client of the server with this public key.
+
+    IMMEDIATE refuses to queue for a peer that is not connected, so that nothing stale is sent after a reconnect.
+    """
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
+    socket.curve_serverkey = server_public.encode()
+    socket.set(zmq.IMMEDIATE, 1)
+    socket.set(zmq.RECONNECT_IVL, 50)
+    socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+
+
+def drain_monitor(monitor: Socket) -> list[Mapping[str, Any]]:
+    """The events that a monitor socket holds, as `zmq.utils.monitor` parses them."""
+    found: list[Mapping[str, Any]] = []
+    while True:
+        try:
+            found.append(parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK)))
+        except zmq.Again:
+            return found
+
+
+def bind(socket: Socket, address: HostAndPort) -> HostAndPort:
+    """Bind and return the address with its real port.
+
+    Raises:
+        OSError: with the errno of bind(2); the text names the address.
+    """
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    try:
+        socket.bind(f"tcp://{host}:{address.port or '*'}")
+    except zmq.ZMQError as failure:
+        raise OSError(failure.errno, f"cannot listen on {address.netloc}: {failure.strerror}") from failure
+    endpoint = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return HostAndPort(address.host, int(endpoint.rstrip(b"\0").rpartition(b":")[2]))
