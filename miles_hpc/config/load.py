@@ -216,6 +216,8 @@ def _expect_table(value: Any, node: Node, origin: str, dotted: str) -> None:
 
 
 def _checked(value: Any, node: Node, origin: str, dotted: str) -> Any:
+    if node.type_text == "table of text" and isinstance(value, dict):
+        return {key: _as_text(inner, origin, f"{dotted}.{key}") for key, inner in value.items()}
     try:
         msgspec.convert(value, node.convert)
     except msgspec.ValidationError as error:
@@ -223,6 +225,13 @@ def _checked(value: Any, node: Node, origin: str, dotted: str) -> Any:
             return str(value)  # `--set model.name=7`: a bare word that happens to look like a number is still a text
         raise ConfigError(f"{origin}: {dotted}: expected {node.type_text}, found {_found(value)}") from error
     return value
+
+
+def _as_text(value: Any, origin: str, dotted: str) -> str:
+    """An environment variable's value; a number is taken as it is written."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"{origin}: {dotted}: expected text, found {_found(value)}")
+    return str(value)
 
 
 def _found(value: Any) -> str:

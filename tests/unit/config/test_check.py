@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+
+from miles_hpc.config.check import check, conflicts, split_slice
+from miles_hpc.config.errors import ConflictError
+from miles_hpc.config.load import load
+
+pytestmark = pytest.mark.unit
+
+GOOD = ["model.path=/m", "data.prompts=/p.jsonl"]
+
+
+def test_a_plain_config_has_no_conflict():
+    check(load([], GOOD))
+    check(load([], ["model.make.layers=2", "data.prompts=/p.jsonl", "train.trainer=hash", "inference.engine=fake"]))
+
+
+CONFLICTS = [
+    (["model.make.layers=2"], ("model.path", "model.make"), "model.make=none"),
+    (["model.path="], ("model.path", "model.make"), "both unset"),
+    (["model.name=a b"], ("model.name",), "'a b'"),
+    (
+        ["rollout.batch_size=7", "rollout.samples_per_prompt=3", "train.ranks=4"],
+        ("rollout.batch_size", "rollout.samples_per_prompt", "train.ranks", "train.updates_per_step"),
+        "set rollout.batch_size to 4 or 8",
+    ),
+    (["rollout.batch_size=1", "train.ranks=8"], ("rollout.batch_size", "train.ranks"), "set rollout.batch_size to 2"),
+    (
+        ["train.warm_start.data=/w", "train.warm_start.batch_size=5"],
+        ("train.warm_start.batch_size", "train.ranks"),
+        "set it to 6",
+    ),
+    (["train.warm_start.steps=5"], ("train.warm_start.data",), "name a jsonl file"),
+    (["rollout.samples_per_prompt=1"], ("rollout.samples_per_prompt", "train.trainer"), "2 or more"),
+    (["rollout.temperature=0"], ("rollout.temperature", "rollout.samples_per_prompt"), "raise rollout.temperature"),
+    (["data.prompts="], ("data.prompts",), "name a jsonl"),
+    (["data.label_key="], ("data.label_key", "reward.function"), "set data.label_key"),
+    (["data.prompts=/p@[3:3]"], ("data.prompts",), "first < end"),
+    (["data.prompts=/p@[a:b]"], ("data.prompts",), "not a slice"),
+    (["data.heldout=/p.jsonl@[0:5]"], ("data.prompts", "data.heldout"), "do not overlap"),
+    (["eval.every=5"], ("eval.every", "data.heldout"), "set eval.every to 0"),
+    (["eval.limit=5"], ("eval.limit", "data.heldout"), "set eval.limit to 0"),
+    (["rollout.session_every=2", "session.servers=0"], ("rollout.session_every", "session.servers"), "1 or more"),
+    (["rollout.session_every=2", "rollout.second_turn="], ("rollout.session_every", "rollout.second_turn"), "0"),
+    (["session.port=65535"], ("session.port", "session.servers"), "65534 or less"),
+    (["inference.gpus_per_engine=1"], ("inference.gpus_per_engine", "inference.engine"), '"sglang"'),
+    (["inference.sglang.tp_size=1"], ("inference.sglang", "inference.engine"), '"sglang"'),
+    (
+        ["inference.engine=sglang", "inference.sglang.port=1"],
+        ("inference.sglang.port", "network.port_range"),
+        "leave it out",
+    ),
+    (["inference.router_policy=fastest"], ("inference.router_policy",), "round_robin"),
+    (["inference.router_port=70000"], ("inference.router_port",), "above 65535"),
+    (
+        ["inference.router_port=5001", "session.port=5000"],
+        ("inference.router_port", "session.port"),
+        "move one of them",
+    ),
+    (["network.port_range=[30000, 20000]"], ("network.port_range",), "widen"),
+    (["network.subnet=ten"], ("network.subnet",), "CIDR"),
+    (["cluster.spare_nodes=1"], ("cluster.spare_nodes", "cluster.local_nodes"), "lower the one"),
+    (["runtimes.rooter.python=/p"], ("runtimes.rooter",), "did you mean runtimes.router?"),
+    (["reward.function=sum"], ("reward.function",), "module:name"),
+    (["train.trainer=tourch"], ("train.trainer",), 'did you mean "torch"?'),
+    (["rollout.generate=my.module"], ("rollout.generate",), "module:name"),
+    (["rollout.top_k=0"], ("rollout.top_k",), "-1"),
+    (['rollout.stop=[""]'], ("rollout.stop",), "leave it out"),
+    (["heal.backoff_s=60"], ("heal.backoff_s", "heal.max_backoff_s"), "raise the other"),
+    (["model.path=", "model.make.hidden_size=30"], ("model.make.hidden_size", "model.make.heads"), "multiple of 8"),
+]
+
+
+@pytest.mark.parametrize(("sets", "keys", "remedy"), CONFLICTS, ids=[" ".join(sets) for sets, _, _ in CONFLICTS])
+def test_a_conflict_names_all_its_keys_and_the_remedy_in_one_line(sets, keys, remedy):
+    found = list(conflicts(load([], [*GOOD, *sets])))
+    assert len(found) == 1
+    named, text = found[0]
+    assert set(keys) <= set(named)
+    assert all(key in text for key in named)
+    assert remedy in text and "\n" not in text
+
+
+def test_check_raises_the_first_conflict_with_its_keys():
+    with pytest.raises(ConflictError) as caught:
+        check(load([], []))
+    assert caught.value.keys == ("model.path", "model.make")
+
+
+def test_groups_of_one_and_greedy_samples_are_fine_where_nothing_is_learned():
+    check(load([], [*GOOD, "rollout.samples_per_prompt=1", "train.learning_rate=0"]))
+    check(load([], [*GOOD, "rollout.temperature=0", "train.trainer=hash"]))
+
+
+def test_slices_of_one_file_that_do_not_overlap_are_fine():
+    check(load([], [*GOOD[:1], "data.prompts=/p.jsonl@[256:]", "data.heldout=/p.jsonl@[0:256]"]))
+
+
+def test_a_slice_is_split_from_the_path_only_at_the_end():
+    assert split_slice("/a@[1:2]/b.jsonl") == ("/a@[1:2]/b.jsonl", slice(None))
+    assert split_slice("/a b@[1:-2]") == ("/a b", slice(1, -2))
+    assert split_slice("/a@[:]") == ("/a", slice(None, None))
