@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +107,8 @@ class TrainBatch:
         missing = [name for name in names if name not in columns] + [name for name in _META if name not in meta]
         if missing:
             raise SchemaError(f"a {KIND} lacks {missing}")
-        return cls(**{name: columns[name] for name in names}, **{name: int(meta[name]) for name in _META})
+        fields: dict[str, Any] = {name: columns[name] for name in names} | {name: int(meta[name]) for name in _META}
+        return cls(**fields)
 
 
 _META = ("rollout_id", "weight_version", "dp_rank", "dp_size", "total_samples", "total_response_tokens")
@@ -124,7 +126,8 @@ def group_advantages(rewards: Array, *, normalize: bool) -> Array:
     advantages = exact - exact.mean()
     if normalize:
         advantages /= exact.std() + _EPSILON
-    return advantages.astype(np.float32)
+    rounded: Array = advantages.astype(np.float32)
+    return rounded
 
 
 def to_train_batch(

@@ -1,0 +1,293 @@
+"""Which worker holds which group: a pure state machine. Events in, actions out; no sockets, no clock of its own.
+
+A group is pending, leased to one worker, or received (the worker keeps it until it is freed). A lease ends by the first
+complete result from anyone, by a failure that its holder reports, or with its worker: then the group is pending again,
+before all others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from miles_hpc.rollout.accounts import Accounts
+from miles_hpc.wire.ids import Generation
+
+Peer: TypeAlias = bytes
+FreeReason = Literal["committed", "duplicate", "superseded", "dropped"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Send a group to a worker."""
+
+    peer: Peer
+    group: str
+
+
+@dataclass(frozen=True)
+class Free:
+    """A worker need not run or keep these groups any longer."""
+
+    peer: Peer
+    groups: tuple[str, ...]
+    reason: FreeReason
+
+
+Action: TypeAlias = Run | Free
+
+
+@dataclass
+class Seat:
+    """One connected worker process."""
+
+    peer: Peer
+    worker: str
+    generation: Generation
+    credits: int
+    """Groups that it may hold leases of."""
+    heard: float
+    leases: set[str] = field(default_factory=set)
+    keeps: set[str] = field(default_factory=set)
+    """Received groups that it still holds for replay."""
+    silent: bool = False
+
+
+@dataclass
+class _Group:
+    counted: bool
+    state: Literal["pending", "leased", "received"] = "pending"
+    holder: Peer | None = None
+    lost_by: set[str] = field(default_factory=set)
+    """Workers whose lease ended without a word; one of them may still deliver."""
+
+
+class Board:
+    """Groups and workers of one training incarnation.
+
+    Args:
+        lease_s: silence after which a worker's groups are dispatched again.
+        accounts: counts are kept here; they outlive the incarnation.
+    """
+
+    def __init__(self, lease_s: float, accounts: Accounts) -> None:
+        self._lease_s = lease_s
+        self.accounts = accounts
+        self.seats: dict[Peer, Seat] = {}
+        self._groups: dict[str, _Group] = {}
+        self._pending: deque[str] = deque()
+
+    # ------------------------------------------------------------------------------------------ work
+    def add(self, groups: Iterable[str], *, counted: bool = True) -> list[Action]:
+        """New groups. `counted` is off for evaluation, which the accounts never see."""
+        for group in groups:
+            self._groups[group] = _Group(counted)
+            self._pending.append(group)
+        return self._pump()
+
+    def settle(
+        self, groups: Collection[str], how: Literal["committed", "returned", "superseded", "done"]
+    ) -> list[Action]:
+        """Groups whose story ends: forget them, count the open ones, free them at the workers. Unknown ids are ignored.
+
+        `done` is for groups that are not counted.
+        """
+        reason: FreeReason = "committed" if how == "committed" else "superseded"
+        freed: dict[Peer, list[str]] = {}
+        for name in groups:
+            group = self._groups.pop(name, None)
+            if group is None:
+                continue
+            if group.state == "pending":
+                self._pending.remove(name)
+            elif group.counted:
+                self._close(how)
+            if group.holder is not None:
+                freed.setdefault(group.holder, []).append(name)
+                seat = self.seats[group.holder]
+                seat.leases.discard(name)
+                seat.keeps.discard(name)
+        return [*(Free(peer, tuple(names), reason) for peer, names in freed.items()), *self._pump()]
+
+    def _close(self, how: Literal["committed", "returned", "superseded", "done"]) -> None:
+        if how == "committed":
+            self.accounts.committed += 1
+        elif how == "returned":
+            self.accounts.returned += 1
+        else:
+            self.accounts.drop("superseded")
+
+    # ------------------------------------------------------------------------------------------ results
+    def on_done(self, peer: Peer, name: str, now: float) -> tuple[bool, list[Action]]:
+        """A complete group came. Returns whether it is the first one, and must be used.
+
+        The first complete one wins, also from a worker whose lease had ended: then that lease was not lost after all.
+        """
+        seat = self.seats.get(peer)
+        group = self._groups.get(name)
+        if seat is None:
+            return False, []
+        seat.heard = now
+        if group is None or group.state == "received":
+            # A repeat by the worker that keeps it is its lost acknowledgement, not a second result.
+            known = group is not None and group.holder == peer
+            reason: FreeReason = "superseded" if group is None else "duplicate"
+            return False, [] if known else [Free(peer, (name,), reason)]
+        actions: list[Action] = []
+        if group.holder != peer:
+            if seat.worker in group.lost_by:
+                group.lost_by.discard(seat.worker)
+                self._count_drop(group, "lost", -1)
+            else:
+                self._count_dispatch(group)
+            if group.state == "pending":
+                self._pending.remove(name)
+            elif group.holder is not None:
+                self.seats[group.holder].leases.discard(name)
+                self._count_drop(group, "duplicate")
+                actions.append(Free(group.holder, (name,), "duplicate"))
+        group.state, group.holder = "received", peer
+        seat.leases.discard(name)
+        seat.keeps.add(name)
+        return True, [*actions, *self._pump()]
+
+    def on_failed(self, peer: Peer, name: str, reason: str, now: float) -> tuple[bool, list[Action]]:
+        """A worker gave a group up. Returns whether that ends the group (its prompt is then replaced by another)."""
+        seat = self.seats.get(peer)
+        group = self._groups.get(name)
+        if seat is None:
+            return False, []
+        seat.heard = now
+        if group is None or group.holder != peer or group.state != "leased":
+            return False, [Free(peer, (name,), "superseded")]
+        seat.leases.discard(name)
+        del self._groups[name]
+        self._count_drop(group, reason)
+        return True, [Free(peer, (name,), "dropped"), *self._pump()]
+
+    # ------------------------------------------------------------------------------------------ workers
+    def on_hello(
+        self,
+        peer: Peer,
+        worker: str,
+        generation: Generation,
+        credits: int,
+        holds: Collection[str],
+        now: float,
+    ) -> list[Action]:
+        """A worker connected, or came back on a new connection, and says which groups it runs or keeps.
+
+        What an earlier connection of the same worker held and this one does not is lost.
+        """
+        if any(seat.worker == worker and seat.generation > generation for seat in self.seats.values()):
+            return [Free(peer, tuple(holds), "superseded")] if holds else []
+        seat = Seat(peer, worker, generation, credits, now)
+        for old in [seat for seat in self.seats.values() if seat.worker == worker]:
+            for name in sorted((old.leases | old.keeps) & set(holds)):
+                self._groups[name].holder = peer
+                (seat.leases if name in old.leases else seat.keeps).add(name)
+            old.leases -= seat.leases
+            old.keeps -= seat.keeps
+            self._leave(old)
+        self.seats[peer] = seat
+        return [*self._reconcile(seat, holds), *self._pump()]
+
+    def on_beat(self, peer: Peer, running: Collection[str], now: float) -> list[Action]:
+        """A worker is alive and says what it runs. One that had been silent gets back what nobody else has yet."""
+        seat = self.seats.get(peer)
+        if seat is None:
+            return []
+        seat.heard = now
+        if not seat.silent:
+            return []
+        seat.silent = False
+        return [*self._reconcile(seat, running), *self._pump()]
+
+    def _reconcile(self, seat: Seat, holds: Collection[str]) -> list[Action]:
+        unwanted: list[str] = []
+        for name in sorted(holds):
+            group = self._groups.get(name)
+            if group is None or (group.holder not in (None, seat.peer) and group.state == "received"):
+                unwanted.append(name)
+            elif group.state == "pending" and seat.worker in group.lost_by:
+                self._pending.remove(name)
+                group.lost_by.discard(seat.worker)
+                self._count_drop(group, "lost", -1)
+                group.state, group.holder = "leased", seat.peer
+                seat.leases.add(name)
+        return [Free(seat.peer, tuple(unwanted), "superseded")] if unwanted else []
+
+    def on_lost(self, peer: Peer) -> list[Action]:
+        """A worker process is gone: its groups are dispatched again."""
+        seat = self.seats.pop(peer, None)
+        if seat is None:
+            return []
+        self._leave(seat)
+        return self._pump()
+
+    def on_tick(self, now: float) -> list[Action]:
+        """Dispatch the groups of workers that have been silent for too long again; they may still deliver."""
+        for seat in self.seats.values():
+            if not seat.silent and now - seat.heard > self._lease_s:
+                seat.silent = True
+                self._release(seat)
+        return self._pump()
+
+    def _leave(self, seat: Seat) -> None:
+        self.seats.pop(seat.peer, None)
+        self._release(seat)
+        for name in seat.keeps:
+            self._groups[name].holder = None
+
+    def _release(self, seat: Seat) -> None:
+        lost = sorted(seat.leases)
+        seat.leases.clear()
+        for name in lost:
+            group = self._groups[name]
+            group.state, group.holder = "pending", None
+            group.lost_by.add(seat.worker)
+            self._count_drop(group, "lost")
+        self._pending.extendleft(reversed(lost))
+
+    # ------------------------------------------------------------------------------------------ counting
+    def _pump(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._pending:
+            free = [seat for seat in self.seats.values() if not seat.silent and len(seat.leases) < seat.credits]
+            if not free:
+                break
+            seat = max(free, key=lambda seat: seat.credits - len(seat.leases))
+            name = self._pending.popleft()
+            group = self._groups[name]
+            group.state, group.holder = "leased", seat.peer
+            seat.leases.add(name)
+            self._count_dispatch(group)
+            actions.append(Run(seat.peer, name))
+        return actions
+
+    def _count_dispatch(self, group: _Group) -> None:
+        if group.counted:
+            self.accounts.dispatched += 1
+
+    def _count_drop(self, group: _Group, reason: str, count: int = 1) -> None:
+        if group.counted:
+            self.accounts.drop(reason, count)
+
+    @property
+    def open_dispatches(self) -> int:
+        """Counted groups that are leased or received."""
+        return sum(group.counted and group.state != "pending" for group in self._groups.values())
+
+    @property
+    def groups(self) -> list[str]:
+        """Every group whose story is open."""
+        return list(self._groups)
+
+    def where(self, name: str) -> str:
+        """For progress lines: what holds a group up."""
+        group = self._groups.get(name)
+        if group is None or group.holder is None:
+            return "no worker has a free credit" if self.seats else "no rollout worker is connected"
+        return f"{group.state} at {self.seats[group.holder].worker}"
