@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -11,7 +10,7 @@ import socket as os_socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -19,7 +18,6 @@ import zmq
 from miles_hpc.config.timing import Timing
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
-    CellAddrs,
     ClientHeartbeat,
     ClientHello,
     ClientWelcome,
@@ -36,24 +34,22 @@ from miles_hpc.wire.rendezvous import RendezvousError, newest, wait_for_rendezvo
 from miles_hpc.wire.security import load_client
 from miles_hpc.wire.socket_options import milliseconds
 from miles_hpc.wire.sockets import HubError, HubLink, HubRefused, HubUnreachable, connect_hub
+from miles_hpc.wire.waiting import Doorbell, Pools, Wait, WaitTimeout
 from miles_hpc.wire.worker_env import WorkerEnv
+
+__all__ = ["HubClient", "HubError", "Pools", "WaitTimeout", "exit_at_once"]
 
 log = logging.getLogger(__name__)
 
-Pools: TypeAlias = "dict[str, list[CellAddrs]]"
 T = TypeVar("T")
 
 _LOOK_FOR_HUB_EVERY_S = 0.5
 """How often the rendezvous directory is read while the hub is lost."""
 _CONNECT_TRY_S = 5.0
 _RECONNECT_TRY_S = 3.0
-_PROGRESS_EVERY_S = 10.0
+_LOOK_AGAIN_S = 10.0
 _QUIET_HUB_S = 3.0
 """Silence after which a newer hub is looked for although the connection stands."""
-
-
-class WaitTimeout(HubError):
-    """What was waited for did not appear in the address book in time."""
 
 
 def exit_at_once(reason: str) -> None:
@@ -170,7 +166,7 @@ class HubClient:
             WaitTimeout: after `timeout_s`.
             HubError: when the client was closed or lost its hub.
         """
-        wait = _Wait(what, timeout_s)
+        wait = Wait(what, timeout_s)
         with self._changed:
             while True:
                 found = predicate(self.pools)
@@ -180,8 +176,8 @@ class HubClient:
 
     async def async_wait_for(self, predicate: Callable[[Pools], T | None], what: str, timeout_s: float) -> T:
         """`wait_for` for coroutines; the predicate runs in the caller's loop."""
-        wait = _Wait(what, timeout_s)
-        with _Doorbell(self) as doorbell:
+        wait = Wait(what, timeout_s)
+        with Doorbell(self.on_change) as doorbell:
             while True:
                 found = predicate(self.pools)
                 if found is not None and found is not False:
@@ -194,13 +190,13 @@ class HubClient:
         Ends when the client is closed.
         """
         seen: Pools | None = None
-        with _Doorbell(self) as doorbell:
+        with Doorbell(self.on_change) as doorbell:
             while not self._ended:
                 if self.pools is not seen:
                     seen = self.pools
                     yield seen
                 else:
-                    await doorbell.wait(_PROGRESS_EVERY_S)
+                    await doorbell.wait(_LOOK_AGAIN_S)
 
     def on_change(self, callback: Callable[[Pools], None]) -> Callable[[], None]:
         """Call back in the client's thread after each change, and once when the client ends; must not block.
@@ -242,7 +238,7 @@ class HubClient:
         call_id = secrets.token_hex(8)
         message = FinishRun(outcome=outcome, reason=reason, summary=summary or {}, call_id=call_id)
         self._post(call_id, message)
-        wait = _Wait("the hub to take the end of the run", timeout_s)
+        wait = Wait("the hub to take the end of the run", timeout_s)
         with self._changed:
             while call_id in self._unacknowledged:
                 self._changed.wait(wait.pause(self.pools, self._ended))
@@ -278,7 +274,9 @@ class HubClient:
                     raise
                 log.info("the hub of epoch %d does not answer yet", found.epoch)
                 continue
-            self._take(answer)
+            if reason := self._take(answer):
+                link.close()
+                raise HubRefused("superseded", reason)
             return link
 
     def _run(self, link: HubLink) -> None:
@@ -286,6 +284,8 @@ class HubClient:
         try:
             while not reason and not self._stopping.is_set():
                 reason, link = self._serve(link)
+        except HubRefused as refusal:
+            reason = str(refusal)
         except Exception as failure:
             log.exception("the hub client broke")
             reason = f"the hub client broke: {failure}"
@@ -307,7 +307,8 @@ class HubClient:
                 beat, seq = now, seq + 1
                 if up:
                     link.send(ClientHeartbeat(seq=seq))
-            ready = dict(poller.poll(milliseconds(beat + self._timing.heartbeat - time.monotonic())))
+            pause = beat + self._timing.heartbeat - time.monotonic()
+            ready = dict(poller.poll(milliseconds(pause if up else min(pause, _LOOK_FOR_HUB_EVERY_S))))
             if self._wake_out.fileno() in ready:
                 self._wake_out.recv(4096)
             for event in link.events():
@@ -340,15 +341,14 @@ class HubClient:
             if found is None or found.epoch <= self.epoch:
                 return None
             link, answer = connect_hub(found, self._keys, self._hello(), timeout_s=_RECONNECT_TRY_S)
-        except (HubUnreachable, RendezvousError, OSError) as failure:
+        except (HubError, RendezvousError, OSError) as failure:
+            if isinstance(failure, HubRefused) and failure.code == "superseded":
+                raise
             log.warning("looking for a newer hub: %s", failure)
             return None
-        except HubRefused as refusal:
-            if refusal.code != "superseded":
-                log.warning("a newer hub was found: %s", refusal)
-                return None
-            raise
-        self._take(answer)
+        if reason := self._take(answer):
+            link.close()
+            raise HubRefused("superseded", reason)
         return link
 
     def _take(self, message: Message) -> str:
@@ -408,58 +408,3 @@ class HubClient:
                 callback(self.pools)
             except Exception:
                 log.exception("a callback on the address book failed")
-
-
-class _Wait:
-    """The deadline and the progress lines of one wait."""
-
-    def __init__(self, what: str, timeout_s: float) -> None:
-        self._what = what
-        self._timeout_s = timeout_s
-        self._started = time.monotonic()
-        self._next_report = self._started + _PROGRESS_EVERY_S
-
-    def pause(self, pools: Pools, ended: str) -> float:
-        """Seconds until the wait must look again.
-
-        Raises:
-            WaitTimeout: when its time is over.
-            HubError: when the client has ended.
-        """
-        if ended:
-            raise HubError(f"while waiting for {self._what}: {ended}")
-        now = time.monotonic()
-        waited = now - self._started
-        if waited >= self._timeout_s:
-            known = ", ".join(f"{pool} x {len(cells)}" for pool, cells in sorted(pools.items())) or "no pool"
-            raise WaitTimeout(f"{self._what} did not come within {self._timeout_s:g} s; the address book has {known}")
-        if now >= self._next_report:
-            self._next_report = now + _PROGRESS_EVERY_S
-            log.info("waiting for %s, %.0f of %g s", self._what, waited, self._timeout_s)
-        return min(self._next_report - now, self._timeout_s - waited)
-
-
-class _Doorbell:
-    """Wakes a coroutine when the address book changes or the client ends."""
-
-    def __init__(self, client: HubClient) -> None:
-        self._client = client
-        self._loop = asyncio.get_running_loop()
-        self._rung = asyncio.Event()
-
-    def __enter__(self) -> _Doorbell:
-        self._remove = self._client.on_change(self._ring)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._remove()
-
-    def _ring(self, pools: Pools) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed
-            self._loop.call_soon_threadsafe(self._rung.set)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Until the next change since the last wait, at most `timeout_s`."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._rung.wait(), timeout_s)
-        self._rung.clear()

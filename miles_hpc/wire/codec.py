@@ -26,7 +26,7 @@ _from_hub: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.FromH
 
 # msgspec reports malformed input by its own errors; the others come from values that no struct of ours can hold
 # (an unhashable key or a 1000-fold nesting inside a field of type Any, a timestamp outside datetime's range).
-_DECODE_FAILURES = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
+DECODE_FAILURES = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
 
 
 class DecodeError(Exception):
@@ -102,7 +102,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer], run
         raise DecodeError("malformed", f"{len(frames)} frames, expected 2")
     try:
         message = decoder.decode(frames[1])
-    except _DECODE_FAILURES as failure:
+    except DECODE_FAILURES as failure:
         raise DecodeError("malformed", f"frame 1 ({len(frames[1])} bytes) is no message: {failure}") from failure
     assert isinstance(message, Message)
     return message

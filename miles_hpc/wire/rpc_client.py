@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import msgspec
 import zmq
 
 from miles_hpc.wire.address import HostAndPort
-from miles_hpc.wire.codec import Buffer
+from miles_hpc.wire.codec import DECODE_FAILURES, Buffer
 from miles_hpc.wire.rpc_protocol import (
     ClientCalls,
     Frames,
@@ -103,7 +102,7 @@ class RpcLink:
                 return False
             try:
                 self.calls.on_frames([frame.buffer for frame in frames])
-            except msgspec.MsgspecError as failure:
+            except (*DECODE_FAILURES, IndexError) as failure:
                 log.warning("a message of the RPC server at %s was dropped: %s", self._connected, failure)
         return True
 

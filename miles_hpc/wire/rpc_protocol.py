@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from miles_hpc.wire.codec import Buffer
+from miles_hpc.wire.codec import DECODE_FAILURES, Buffer
 
 RPC_PROTOCOL = 1
 KEPT_ANSWERS = 256
@@ -172,7 +172,7 @@ class ClientCalls:
         """A message came.
 
         Raises:
-            msgspec.MsgspecError: when it is none of ours.
+            one of codec.DECODE_FAILURES or IndexError: when it is none of ours.
         """
         message = decode_to_client.decode(frames[0])
         if isinstance(message, HelloAnswer):
@@ -184,11 +184,15 @@ class ClientCalls:
         if found is None:
             return
         if isinstance(message, Failure):
-            error = RpcRemoteError(message.type_name, message.text, message.traceback)
+            error: RpcError = RpcRemoteError(message.type_name, message.text, message.traceback)
             found.done(Outcome(None, [], error))
-        else:
-            buffers = [memoryview(frame) for frame in frames[2:]]
-            found.done(Outcome(msgspec.msgpack.decode(frames[1]), buffers, None))
+            return
+        try:
+            value = msgspec.msgpack.decode(frames[1])
+        except (*DECODE_FAILURES, IndexError) as failure:
+            found.done(Outcome(None, [], RpcError(f"the answer of {found.method!r} does not decode: {failure}")))
+            return
+        found.done(Outcome(value, [memoryview(frame) for frame in frames[2:]], None))
 
     def fail_all(self, error: RpcError) -> None:
         """Give every open call this outcome."""
@@ -256,7 +260,7 @@ class ServerCalls:
         """A message came; returns a call that must be run now.
 
         Raises:
-            msgspec.MsgspecError: when it is none of ours.
+            one of codec.DECODE_FAILURES or IndexError: when it is none of ours.
         """
         message = decode_to_server.decode(frames[0])
         if isinstance(message, Hello):

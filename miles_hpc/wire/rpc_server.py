@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import msgspec
 import zmq
 
 from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.codec import DECODE_FAILURES
 from miles_hpc.wire.rpc_client import send_frames
 from miles_hpc.wire.rpc_protocol import Frames, Request, ServerCalls, failure_frames, result_frames
 from miles_hpc.wire.security import DATA, Role, authenticator, load_keys, role_keys
@@ -72,7 +72,7 @@ class RpcListener:
                 return requests, False
             try:
                 request = self._calls.on_frames(route.bytes, [frame.buffer for frame in frames])
-            except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError) as failure:
+            except (*DECODE_FAILURES, IndexError) as failure:
                 log.warning("an RPC message to %s was dropped: %s", self.address.netloc, failure)
                 continue
             if request is not None:
@@ -194,6 +194,10 @@ class RpcServer:
                 frames = _unknown(request, self._methods)
             else:
                 frames = result_frames(request, await handler(request.params, request.frames))
+        except asyncio.CancelledError as failure:
+            if self._closed is None:
+                raise
+            frames = _failed(request, failure)  # the handler's own doing, so its caller must hear of it
         except Exception as failure:
             log.exception("RPC %s failed", request.method)
             frames = _failed(request, failure)
