@@ -234,11 +234,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def serve(backend: Backend, host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT, then abort what runs and return."""
-    stop = asyncio.Event()
+    """Serve until SIGTERM or SIGINT, then abort what runs and return.
+
+    Raises:
+        OSError: when the port is taken.
+        Exception: whatever the engine failed with.
+    """
+    stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stopped.set)
+    stop, failed = asyncio.ensure_future(stopped.wait()), asyncio.ensure_future(backend.failed())
     runner = web.AppRunner(
         EngineApi(backend, host, port).application(),
         access_log=None,
@@ -250,8 +256,12 @@ async def serve(backend: Backend, host: str, port: int) -> None:
     try:
         await web.TCPSite(runner, host, port, backlog=1024).start()
         _log.info("%s engine serves %s on %s:%d", backend.kind, backend.model_path, host, port)
-        await stop.wait()
+        await asyncio.wait([stop, failed], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
     finally:
+        stop.cancel()
+        failed.cancel()
         # Aborted requests answer with what they have, so nothing is left for the connections' time-out.
         await backend.close()
         await runner.cleanup()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import logging
 import re
 import struct
 import time
@@ -29,6 +28,7 @@ from miles_hpc.engine.requests import (
     mix64,
     read_model_config,
 )
+from miles_hpc.wire.program import setup_logging
 
 _QUESTION = re.compile(r"(-?\d+)\s*([-+*x×])\s*(-?\d+)")
 _NUMBER = re.compile(r"-?\d+")
@@ -314,6 +314,10 @@ class FakeBackend:
         tokens = sum(len(run.request.input_ids) + run.produced for run in running)
         return Load(self._running, len(self._live) - self._running, tokens)
 
+    async def failed(self) -> None:
+        """A script does not fail."""
+        await asyncio.Event().wait()
+
     async def close(self) -> None:
         """Abort everything."""
         await self.abort(None)
@@ -341,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--token-ms", type=float, default=1.0, help="time that one token takes, in milliseconds")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    setup_logging()
     try:
         asyncio.run(_main(args))
     except ModelDirError as error:

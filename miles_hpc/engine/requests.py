@@ -122,12 +122,15 @@ class Backend(Protocol):
 
     tokenizer: ChatTokenizer
     model_path: str
-    weight_version: str
     vocab_size: int
     context_length: int
     max_running_requests: int
     model_config: dict[str, Any]
     kind: str
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights that the next token comes from."""
 
     async def submit(self, request: Request) -> Result:
         """Generate to the end, or until aborted. Cancelling the call aborts the request."""
@@ -154,6 +157,9 @@ class Backend(Protocol):
 
     def load(self) -> Load:
         """Running and waiting requests, without waiting for anything."""
+
+    async def failed(self) -> None:
+        """Raise when the engine can serve no more; until then, wait."""
 
     async def close(self) -> None:
         """Abort everything and stop."""

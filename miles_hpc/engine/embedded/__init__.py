@@ -1,0 +1,1 @@
+"""The embedded CPU engine: a HF causal LM in fp32 behind continuous batching."""

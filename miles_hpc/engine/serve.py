@@ -1,0 +1,45 @@
+"""The embedded CPU engine as a program: `python -m miles_hpc.engine.serve --port P --model-path DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+from miles_hpc.engine.api import add_arguments, serve
+from miles_hpc.engine.chat_tokenizer import ModelDirError
+from miles_hpc.wire.program import setup_logging
+
+
+async def _main(args: argparse.Namespace) -> None:
+    from miles_hpc.engine.embedded.backend import EmbeddedBackend
+
+    backend = EmbeddedBackend(
+        args.model_path,
+        threads=args.threads,
+        chat_template=args.chat_template,
+        weight_version=args.weight_version,
+        context_length=args.context_length,
+        max_running_requests=args.max_running_requests,
+    )
+    await serve(backend, args.host, args.port)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM; 2 when the model directory is not usable."""
+    parser = argparse.ArgumentParser(prog="python -m miles_hpc.engine.serve", description="Embedded CPU engine.")
+    add_arguments(parser)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    args = parser.parse_args(argv)
+    # Read by OpenMP when torch is imported.
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    setup_logging()
+    try:
+        asyncio.run(_main(args))
+    except ModelDirError as error:
+        parser.exit(2, f"error: {error}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
