@@ -1,0 +1,396 @@
+"""The agent of one node: takes the hub's orders, reports what happens, and lets no worker outlive it.
+
+One thread, one loop. Everything that can happen has a descriptor (hub, monitor, signals, warden, probes) or a deadline.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+import miles_hpc
+from miles_hpc.agent import inventory, procfs
+from miles_hpc.agent.hub_process import HubProcess
+from miles_hpc.agent.link import AgentLink
+from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.ports import PortLocks, Ports
+from miles_hpc.agent.probes import Probes
+from miles_hpc.agent.scratch import Scratch
+from miles_hpc.agent.supervise import Supervisor
+from miles_hpc.agent.table import WorkerTable
+from miles_hpc.config.timing import Timing
+from miles_hpc.wire import rendezvous, security
+from miles_hpc.wire.ids import node_id
+from miles_hpc.wire.messages import (
+    AgentHello,
+    FullTable,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Refused,
+    ReservePorts,
+    Shutdown,
+    StartWorker,
+    StopWorker,
+    Welcome,
+)
+
+FAST_GRACE = 3.0
+"""Longest stop grace of a worker when the agent itself must leave (signal, lost hub, lost warden)."""
+HUB_GRACE = 5.0
+"""Seconds that the hub has to write its verdict when it is told to stop."""
+HUB_LINGER = 15.0
+"""Seconds that the hub may go on after its own Shutdown: it waits for the other agents."""
+GOODBYE_FLUSH = 1.0
+FIRST_SEEK, LONGEST_SEEK = 0.02, 0.5
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What an agent is started with."""
+
+    run_dir: Path
+    attempt: int
+    node_index: int
+    address: str
+    """IP literal that this node's workers listen on."""
+    run_id: str
+    hub: bool = False
+    """Start the hub on this node."""
+    local_nodes: int = 1
+    """Agents of this run that share this machine."""
+    incarnation: str
+    lifeline: int = -1
+    """Descriptor that reaches its end when the warden is gone."""
+    timing: Timing = field(default_factory=Timing)
+    port_range: tuple[int, int] | None = None
+
+    @property
+    def node(self) -> str:
+        return node_id(self.node_index)
+
+    @property
+    def log_dir(self) -> Path:
+        return self.run_dir / "logs" / f"attempt-{self.attempt}" / self.node
+
+
+class Agent:
+    """Runs until it is told to leave, or has to; `run` returns the exit code with nothing of it left."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.log = JsonLog(options.log_dir / "agent.jsonl", options.node)
+        self.link: AgentLink | None = None
+        self._clock = time.monotonic
+        place = f"{options.run_id}/{options.attempt}/{options.node}/"
+        self._node_mark = place
+        self.supervisor = Supervisor(f"{place}{options.incarnation}/", str(options.run_dir))
+        self.ports = Ports(
+            options.address,
+            run_id=options.run_id,
+            attempt=options.attempt,
+            node=options.node,
+            port_range=options.port_range,
+            locks=PortLocks(),
+        )
+        self.probes = Probes(self._clock)
+        self.scratch = Scratch(f"{options.run_dir}/{options.attempt}/{options.node}", os.environ)
+        self.table = WorkerTable(
+            self.supervisor, self.ports, self.probes, self.scratch, options.log_dir, self.log, self._send
+        )
+        self.hub = HubProcess(
+            options.run_dir, options.run_id, options.attempt, options.address, options.log_dir, self.supervisor
+        )
+        self._inventory = inventory.take(1.0 / options.local_nodes)
+        self._heartbeat_every = options.timing.heartbeat
+        self._heartbeat_at = self._full_table_at = math.inf
+        self._seq = 0
+        now = self._clock()
+        self._seek_at, self._seek_pause, self._join_deadline = now, FIRST_SEEK, now + options.timing.join
+        self._hub_silent = False
+        self._leaving: tuple[str, int] | None = None
+        self._told_to_leave = False
+        self._goodbye_said = False
+        self._hub_deadline = math.inf
+        self._last_foreign_signal = -math.inf
+
+    # ------------------------------------------------------------------------------------------------ loop
+    def run(self) -> int:
+        """The agent's life."""
+        procfs.become_subreaper()
+        signals = self._catch_signals()
+        self.log.write(
+            "started",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            incarnation=self.options.incarnation,
+            address=self.options.address,
+            cpus=self._inventory.cpus,
+            memory_bytes=self._inventory.memory_bytes,
+            gpus=len(self._inventory.gpus),
+        )
+        self._sweep_the_dead()
+        if self.options.hub:
+            self.hub.start()
+        while not self._finished():
+            ready = self._poll(signals)
+            self._on_signals(signals)
+            if self.options.lifeline in ready:
+                self._leave("the warden of this agent is gone", 1)
+            self.supervisor.reap()
+            self._talk()
+            for finding in self.probes.advance(ready):
+                self.table.on_finding(finding)
+            for ended in self.supervisor.advance():
+                if ended.name == self.hub.name:
+                    self._on_hub_exit(self.hub.describe(ended))
+                else:
+                    self.table.on_exit(ended, by_slurm=self._clock() - self._last_foreign_signal < 2.0)
+            self._on_time()
+        return self._end()
+
+    def _poll(self, signals: int) -> set[int]:
+        """Wait for whatever comes first. Returns the plain descriptors that are ready."""
+        poller = zmq.Poller()
+        poller.register(signals, zmq.POLLIN)
+        if self.options.lifeline >= 0 and not self._leaving:
+            poller.register(self.options.lifeline, zmq.POLLIN)
+        if self.link is not None:
+            for pollable in self.link.pollable():
+                poller.register(pollable, zmq.POLLIN)
+        for descriptor, event in self.probes.filenos().items():
+            poller.register(descriptor, zmq.POLLIN if event == select.POLLIN else zmq.POLLOUT)
+        deadline = min(
+            self.supervisor.next_deadline(),
+            self.probes.next_deadline(),
+            self._seek_at,
+            self._heartbeat_at,
+            self._full_table_at,
+            self._hub_deadline,
+            math.inf if self.link is None or self._leaving else self._clock() + self._until_grace_ends(),
+        )
+        timeout = min(max(0.0, deadline - self._clock()), 3600.0)
+        return {fd for fd, _ in poller.poll(math.ceil(timeout * 1000)) if isinstance(fd, int)}
+
+    def _finished(self) -> bool:
+        return self._leaving is not None and not self.supervisor.workers
+
+    def _catch_signals(self) -> int:
+        """Turn signals into bytes of a pipe. Returns its read end."""
+        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for signum in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, *_STOP_SIGNALS):
+            signal.signal(signum, lambda signum, frame: None)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        return read_end
+
+    def _on_signals(self, signals: int) -> None:
+        try:
+            received = os.read(signals, 4096)
+        except BlockingIOError:
+            return
+        for signum in dict.fromkeys(received):
+            if signum in _STOP_SIGNALS or signum == signal.SIGUSR2:
+                self._last_foreign_signal = self._clock()
+                self.log.write("signal", name=signal.Signals(signum).name)
+            if signum in _STOP_SIGNALS:
+                self._leave(f"the agent got {signal.Signals(signum).name}", 1)
+
+    def _on_time(self) -> None:
+        now = self._clock()
+        if now >= self._seek_at:
+            self._seek(now)
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + self._heartbeat_every
+            self._beat()
+        if now >= self._full_table_at and self.link is not None and self.link.welcomed:
+            self.link.say(FullTable(workers=self.table.rows()))
+            self._full_table_at = now + self.options.timing.anti_entropy
+        if self.link is not None and not self._leaving and self._until_grace_ends() <= 0:
+            self._leave(f"the hub was silent for {self.link.silent_for():.0f} s (timing.hub_grace)", 1)
+        if self._leaving and not self.table.running() and not self._goodbye_said:
+            self._goodbye_said = True
+            self._send(Goodbye(reason=self._leaving[0]))
+        if now >= self._hub_deadline and self.hub.name in self.supervisor.workers:
+            self._hub_deadline = math.inf
+            self.supervisor.stop(self.hub.name, grace=HUB_GRACE)
+
+    # ------------------------------------------------------------------------------------------------- hub
+    def _beat(self) -> None:
+        assert self.link is not None
+        if self.link.welcomed:
+            self._seq += 1
+            self.link.say(Heartbeat(seq=self._seq))
+        silent = self.link.silent_for() > self.options.timing.dead
+        if silent and not self._hub_silent:
+            self.log.write(
+                "hub_silent", "warning", silent_s=self.link.silent_for(), grace_s=self.options.timing.hub_grace
+            )
+        self._hub_silent = silent
+
+    def _until_grace_ends(self) -> float:
+        assert self.link is not None
+        return self.options.timing.hub_grace - self.link.silent_for()
+
+    def _seek(self, now: float) -> None:
+        """Look for the hub's file, and connect to what it says."""
+        self._seek_at = math.inf
+        if self._leaving:
+            return
+        try:
+            found = rendezvous.newest(self.options.run_dir, self.options.attempt)
+            if found is not None:
+                keys = security.load_client(self.options.run_dir, self.options.attempt, "agent")
+                self.link = AgentLink(found, keys)
+                self._heartbeat_at = now + self._heartbeat_every
+                self.log.write("hub_found", epoch=found.epoch, addresses=found.addresses, port=found.port)
+                return
+        except (rendezvous.RendezvousError, security.SecurityError, OSError) as error:
+            self._leave(str(error), 1)
+            return
+        if now >= self._join_deadline:
+            place = rendezvous.rendezvous_dir(self.options.run_dir, self.options.attempt)
+            self._leave(f"no hub in {place} after {self.options.timing.join:g} s (timing.join)", 1)
+            return
+        self._seek_at = now + self._seek_pause
+        self._seek_pause = min(self._seek_pause * 1.5, LONGEST_SEEK)
+
+    def _talk(self) -> None:
+        if self.link is None:
+            return
+        for event in self.link.events():
+            if event.kind == "up":
+                self.link.say(self._hello())
+            elif event.kind == "wrong_key":
+                self._leave(event.text, 1)
+            else:
+                self.log.write("hub_link_down", "info" if self._leaving else "warning", text=event.text)
+        for message in self.link.receive():
+            self._on_message(message)
+
+    def _on_message(self, message: Message) -> None:
+        assert self.link is not None
+        if isinstance(message, Welcome):
+            self.link.on_welcome()
+            now = self._clock()
+            self._heartbeat_every = message.heartbeat
+            self._heartbeat_at, self._full_table_at = now, now + self.options.timing.anti_entropy
+            if message.node != self.options.node:
+                self._leave(f"the hub calls this node {message.node}, but it was started as {self.options.node}", 1)
+            self.log.write("welcome", node=message.node, epoch=message.epoch, heartbeat_s=message.heartbeat)
+        elif isinstance(message, Refused):
+            self.log.write("refused", "error", code=message.code, text=message.text)
+            if message.code != "malformed":
+                self._leave(f"the hub refused this agent ({message.code}): {message.text}", 1)
+        elif isinstance(message, ReservePorts):
+            self.table.on_reserve(message, accept=self._leaving is None)
+        elif isinstance(message, StartWorker):
+            self.table.on_start(message, accept=self._leaving is None)
+        elif isinstance(message, StopWorker):
+            self.table.on_stop(message)
+        elif isinstance(message, Shutdown):
+            self._told_to_leave = True
+            self._leave(message.reason, message.exit_code)
+        else:
+            self.log.write("unexpected", "warning", message=type(message).__name__)
+
+    def _hello(self) -> AgentHello:
+        assert self.link is not None
+        return AgentHello(
+            incarnation=self.options.incarnation,
+            node_index=self.options.node_index,
+            node_key=f"{os.environ.get('SLURM_JOB_ID', 'local')}/{self.options.node_index}/{procfs.boot_id()}",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=self.options.address,
+            package_version=miles_hpc.__version__,
+            digest=self.link.rendezvous.digest,
+            cpus=self._inventory.cpus,
+            memory_bytes=self._inventory.memory_bytes,
+            gpus=self._inventory.gpus,
+            table=self.table.rows(),
+            wall_s=time.time(),
+        )
+
+    def _send(self, message: Message) -> None:
+        if self.link is not None:
+            self.link.report(message)
+
+    def _on_hub_exit(self, reason: str) -> None:
+        """The hub's process is gone; `reason` is empty when it had written its verdict."""
+        self._hub_deadline = math.inf
+        if reason:
+            self._leave(reason, 1)
+        else:
+            self._leave("the hub has ended with its verdict", self.hub.verdict_exit_code())
+
+    # --------------------------------------------------------------------------------------------- leaving
+    def _leave(self, reason: str, code: int) -> None:
+        """Begin to stop everything. The first reason stands; only the hub's own Shutdown leaves workers their grace."""
+        now = self._clock()
+        if self._leaving is None:
+            self._leaving = (reason, code)
+            self.log.write("leaving", "info" if code == 0 else "error", reason=reason, exit_code=code)
+        grace = None if self._told_to_leave else FAST_GRACE
+        if self.hub.name in self.supervisor.workers:
+            if self._told_to_leave:
+                self._hub_deadline = now + HUB_LINGER
+            else:
+                # First of all, so that it can write why the run ends before it sees workers end.
+                self.supervisor.stop(self.hub.name, grace=HUB_GRACE)
+        self.table.stop_all(reason, grace)
+
+    def _sweep_the_dead(self) -> None:
+        """Kill what dead incarnations of this node's agent, or older attempts of this run, have left here."""
+        own = f"{self._node_mark}{self.options.incarnation}/"
+        table = procfs.snapshot()
+        skip = {os.getpid(), os.getppid()}
+        prefixes = [self._node_mark, *(f"{self.options.run_id}/{n}/" for n in range(self.options.attempt))]
+        found = []
+        for prefix in prefixes:
+            for process in procfs.marked(table, prefix, str(self.options.run_dir), skip=skip):
+                mark, _ = procfs.mark_of(process.pid)
+                if not mark.startswith(own) and "/warden/" not in mark:
+                    found.append(process)
+        if found:
+            names = [f"{process.pid} {procfs.command_line(process.pid)[:80]}" for process in found]
+            self.log.write("swept", "warning", processes=names)
+            procfs.kill_all(found)
+
+    def _end(self) -> int:
+        """All workers are gone: kill what had hidden from them, say goodbye, leave nothing."""
+        assert self._leaving is not None
+        reason, code = self._leaving
+        strays = self.supervisor.strays()
+        while strays:
+            self.log.write("strays_killed", "warning", processes=[procfs.command_line(p.pid)[:80] for p in strays])
+            procfs.kill_all(strays)
+            self.supervisor.reap()
+            strays = self.supervisor.strays()
+        if self.link is not None:
+            if not self._goodbye_said:
+                self.link.report(Goodbye(reason=reason))
+            self.link.close(GOODBYE_FLUSH)
+        self.ports.close()
+        self.scratch.close()
+        self.log.write("left", reason=reason, exit_code=code)
+        self.log.close()
+        return code
+
+
+def timing_and_ports(run_dir: Path) -> dict[str, Any]:
+    """The part of the run's config that an agent needs, as fields of `Options`. Raises ConfigError."""
+    from miles_hpc.config.load import read_resolved
+
+    config = read_resolved(run_dir)
+    return {"timing": config.timing, "port_range": config.network.port_range}

@@ -1,0 +1,62 @@
+"""The hub as a supervised child of the first node's agent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from miles_hpc.agent import procfs
+from miles_hpc.agent.supervise import Exit, Supervisor
+from miles_hpc.agent.table import read_tail
+from miles_hpc.wire.ids import Generation
+
+
+class _Verdict(msgspec.Struct):
+    exit_code: int = 1
+
+
+class HubProcess:
+    """Starts the hub, and says what its end means."""
+
+    name = "hub"
+
+    def __init__(
+        self, run_dir: Path, run_id: str, attempt: int, address: str, log_dir: Path, supervisor: Supervisor
+    ) -> None:
+        self.log_path = log_dir / "hub.log"
+        self._run_dir = run_dir
+        self._run_id = run_id
+        self._attempt = attempt
+        self._address = address
+        self._supervisor = supervisor
+
+    def start(self) -> None:
+        """Raises SpawnError."""
+        argv = [sys.executable, "-m", "miles_hpc.hub.run"]
+        argv += ["--run-dir", str(self._run_dir), "--run-id", self._run_id, "--attempt", str(self._attempt)]
+        argv += ["--address", self._address]
+        env = procfs.worker_environ(os.environ)
+        self._supervisor.spawn(self.name, Generation(0, 0), argv, env, self.log_path)
+
+    @property
+    def _verdict_path(self) -> Path:
+        return self._run_dir / "verdicts" / f"attempt-{self._attempt}.json"
+
+    def describe(self, ended: Exit) -> str:
+        """Why the hub's end is a failure; "" when its verdict stands."""
+        if self._verdict_path.exists():
+            return ""
+        how = f"signal {ended.signal}" if ended.signal is not None else f"exit code {ended.exit_code}"
+        lines = [line for line in read_tail(self.log_path, 4096).splitlines() if line.strip()]
+        last = f"; its last line: {lines[-1]}" if lines else ""
+        return f"the hub ended by {how} without a verdict (log {self.log_path}){last}"
+
+    def verdict_exit_code(self) -> int:
+        """The exit code that the verdict asks for; 1 when it cannot be read."""
+        try:
+            return msgspec.json.decode(self._verdict_path.read_bytes(), type=_Verdict).exit_code
+        except (OSError, msgspec.MsgspecError):
+            return 1

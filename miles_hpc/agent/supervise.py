@@ -1,0 +1,322 @@
+"""Worker processes: how one is started, and when one is *stopped*.
+
+Stopped means that nothing is left: no process of the worker's group or session, no descendant of it wherever it was
+adopted, no process with its marker, and its ports free. The agent is a child subreaper, so every process that a worker
+ever started stays below the agent as long as it lives.
+
+Nothing here blocks: the agent calls `reap` on SIGCHLD and `advance` when `next_deadline` has come.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from miles_hpc.agent import procfs
+from miles_hpc.wire.ids import Generation
+
+Cause = Literal["exited", "stopped", "probe_failed", "start_deadline", "spawn_failed", "stopped_by_slurm"]
+
+OBSERVE_INTERVAL = 2.0
+"""Seconds between two looks at what the workers have started: whoever was seen once is known for good."""
+FIRST_CHECK, LONGEST_CHECK = 0.01, 0.2
+"""Seconds between two checks of a worker that is being stopped."""
+ORPHAN_GRACE = 1.0
+"""Seconds that the rest of a worker keeps after TERM once its first process has ended."""
+PORT_PATIENCE = 2.0
+"""Seconds to wait for the ports of a worker that has no process left."""
+SHIM = str(Path(__file__).with_name("spawn_shim.py"))
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+class SpawnError(Exception):
+    """The operating system did not give a process; the text says why."""
+
+
+@dataclass
+class Exit:
+    """How a worker ended."""
+
+    name: str
+    generation: Generation
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    killed_by_us: bool
+    cause: Cause
+    text: str
+    leftovers: int
+    """Processes that its first process left behind and that were killed."""
+
+
+@dataclass
+class Worker:
+    """One started worker. `name` is its worker id; the hub's own process is called `hub`."""
+
+    name: str
+    generation: Generation
+    mark: str
+    pid: int
+    start: int
+    stop_grace: float
+    ports_free: Callable[[], str]
+    known: dict[int, int] = field(default_factory=dict)
+    """pid -> start time of every living process that was seen to belong to it."""
+    status: int | None = None
+    """Wait status of its first process."""
+    cause: Cause = "exited"
+    text: str = ""
+    stopping: bool = False
+    kill_at: float = 0.0
+    killed: bool = False
+    leftovers: set[tuple[int, int]] = field(default_factory=set)
+    empty_passes: int = 0
+    empty_since: float = 0.0
+    pause: float = FIRST_CHECK
+    check_at: float = 0.0
+
+
+class Supervisor:
+    """All worker processes of one agent. For the main thread only: PDEATHSIG belongs to the thread that spawns.
+
+    Args:
+        mark_prefix: `<run>/<attempt>/<node>/<incarnation>/`.
+        run_dir: what `MILES_HPC_RUN_DIR` says in the environment of every worker.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, mark_prefix: str, run_dir: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.mark_prefix = mark_prefix
+        self.run_dir = run_dir
+        self.workers: dict[str, Worker] = {}
+        self._clock = clock
+        self._observe_at = clock()
+        self._pid = os.getpid()
+        self._unowned: set[tuple[int, int]] = set()
+        """Descendants that belong to no worker, as of the last look."""
+
+    def spawn(
+        self,
+        name: str,
+        generation: Generation,
+        argv: list[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        *,
+        stop_grace: float = 5.0,
+        ports_free: Callable[[], str] = str,
+    ) -> Worker:
+        """Start a program in a session of its own, its output going to the end of `log_path`.
+
+        Args:
+            ports_free: says "" when all ports of the worker are free, otherwise which one is not.
+
+        Raises:
+            SpawnError: when no process could be made; `argv[0]` that cannot be executed ends the worker with code 127.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("workers are started by the main thread only: PDEATHSIG fires when its thread ends")
+        if name in self.workers:
+            raise SpawnError(f"{name} of generation {self.workers[name].generation} is not stopped yet")
+        mark = f"{self.mark_prefix}{name}/g{generation}"
+        full_env = {**env, procfs.MARK: mark, procfs.RUN_DIR: self.run_dir, "SPT_NOENV": "1"}
+        command = [sys.executable, "-I", "-S", SHIM, str(self._pid), str(int(signal.SIGKILL)), PACKAGE_ROOT, *argv]
+        try:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            pid = os.posix_spawn(
+                sys.executable,
+                command,
+                full_env,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, os.fspath(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                ],
+                setsigmask=[],
+            )
+        except (OSError, ValueError) as error:
+            raise SpawnError(f"cannot start {argv[0]!r} with its log in {log_path}: {error}") from error
+        # None only if it is dead already; then nothing can be confused with it, since it is not reaped yet.
+        start = procfs.start_time(pid) or 0
+        worker = Worker(name, generation, mark, pid, start, stop_grace, ports_free, known={pid: start})
+        self.workers[name] = worker
+        return worker
+
+    def stop(self, name: str, cause: Cause = "stopped", text: str = "", *, grace: float | None = None) -> None:
+        """Begin to stop a worker: TERM to its group now, KILL to all of it after `grace` (default: its stop_grace).
+
+        A later call can only shorten the grace; the first cause stands.
+        """
+        worker = self.workers[name]
+        now = self._clock()
+        kill_at = now + (worker.stop_grace if grace is None else grace)
+        if worker.stopping:
+            worker.kill_at = min(worker.kill_at, kill_at)
+        else:
+            self._begin(worker, kill_at, now)
+            if worker.status is None:
+                worker.cause, worker.text = cause, text
+                # Its first process is not reaped, so the number of its group cannot belong to anyone else.
+                _signal_group(worker.pid, signal.SIGTERM)
+        worker.check_at = now
+
+    def _begin(self, worker: Worker, kill_at: float, now: float) -> None:
+        self.observe()
+        worker.stopping = True
+        worker.kill_at = kill_at
+        worker.check_at = now
+
+    def reap(self) -> None:
+        """Collect ended children, adopted ones too; a worker whose first process ended begins to stop."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for worker in self.workers.values():
+                if worker.pid == pid and worker.status is None:
+                    worker.status = status
+                    now = self._clock()
+                    self._adopt_orphans(worker)
+                    if not worker.stopping:
+                        self._begin(worker, now, now)  # by itself: what it left behind is killed at once
+                    worker.kill_at = min(worker.kill_at, now + ORPHAN_GRACE)
+                    worker.check_at = now
+
+    def _adopt_orphans(self, worker: Worker) -> None:
+        """What nobody owned before and hangs below this agent right after a worker's end was started by that worker.
+
+        Only for a process without session, marker and history does this decide: born since the last look.
+        """
+        before = self._unowned
+        self.observe()
+        for pid, start in self._unowned - before:
+            process = procfs.read_process(pid)
+            if process is not None and process.ppid == self._pid and process.key == (pid, start):
+                worker.known[pid] = start
+
+    def observe(self) -> dict[str, list[procfs.Process]]:
+        """Look at all descendants and remember whose they are. Returns the living processes of each worker."""
+        table = procfs.snapshot()
+        mine: dict[str, list[procfs.Process]] = {name: [] for name in self.workers}
+        owner_of: dict[int, str] = {}
+        unowned = set()
+        for process in procfs.descendants(table, self._pid):  # parents before children
+            owner = self._owner(process, owner_of)
+            if owner is not None:
+                owner_of[process.pid] = owner
+                mine[owner].append(process)
+            else:
+                unowned.add(process.key)
+        self._unowned = unowned
+        for name, worker in self.workers.items():
+            worker.known = {process.pid: process.start for process in mine[name]}
+        self._observe_at = self._clock() + OBSERVE_INTERVAL
+        return mine
+
+    def _owner(self, process: procfs.Process, owner_of: Mapping[int, str]) -> str | None:
+        for name, worker in self.workers.items():
+            if worker.known.get(process.pid) == process.start:
+                return name
+        if process.ppid in owner_of:
+            return owner_of[process.ppid]
+        for name, worker in self.workers.items():
+            if worker.pid in (process.session, process.pgrp) and process.start >= worker.start:
+                return name
+        mark, _ = procfs.mark_of(process.pid)
+        return next((name for name, worker in self.workers.items() if worker.mark == mark), None)
+
+    def next_deadline(self) -> float:
+        """When `advance` has something to do, on this supervisor's clock."""
+        checks = [worker.check_at for worker in self.workers.values() if worker.stopping]
+        return min([self._observe_at, *checks])
+
+    def advance(self) -> list[Exit]:
+        """Move every worker that is being stopped one step on; returns those of which nothing is left."""
+        now = self._clock()
+        due = [worker for worker in self.workers.values() if worker.stopping and worker.check_at <= now]
+        if not due:
+            if now >= self._observe_at and self.workers:
+                self.observe()
+            elif now >= self._observe_at:
+                self._observe_at = now + OBSERVE_INTERVAL
+            return []
+        mine = self.observe()
+        exits = []
+        for worker in due:
+            if self._is_gone(worker, mine[worker.name], now):
+                exits.append(self._exit_of(worker))
+                del self.workers[worker.name]
+            else:
+                worker.check_at = now + worker.pause
+                worker.pause = min(worker.pause * 1.5, LONGEST_CHECK)
+        return exits
+
+    def _is_gone(self, worker: Worker, living: list[procfs.Process], now: float) -> bool:
+        if not living and worker.status is not None:
+            # A marker also finds what no line of descent leads to.
+            living = procfs.marked(procfs.snapshot(), worker.mark, self.run_dir)
+        if living or worker.status is None:
+            worker.empty_passes = 0
+            if now >= worker.kill_at:
+                worker.killed = worker.killed or worker.status is None
+                worker.leftovers.update(process.key for process in living if process.pid != worker.pid)
+                procfs.kill_all(living)
+                worker.pause = FIRST_CHECK
+            return False
+        # Twice: a process that forks and exits while the table is read can be missed with its child.
+        worker.empty_passes += 1
+        if worker.empty_passes == 1:
+            worker.empty_since = now
+            worker.pause = FIRST_CHECK
+            return False
+        busy = worker.ports_free()
+        if busy and now - worker.empty_since < PORT_PATIENCE:
+            return False
+        if busy:
+            worker.text = f"{worker.text}; {busy}".lstrip("; ")
+        return True
+
+    @staticmethod
+    def _exit_of(worker: Worker) -> Exit:
+        assert worker.status is not None
+        code = os.waitstatus_to_exitcode(worker.status)
+        return Exit(
+            name=worker.name,
+            generation=worker.generation,
+            pid=worker.pid,
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            killed_by_us=worker.killed,
+            cause=worker.cause,
+            text=worker.text,
+            leftovers=len(worker.leftovers),
+        )
+
+    def strays(self) -> list[procfs.Process]:
+        """Descendants that belong to no worker: orphans of a worker that is gone and had wiped their environment."""
+        table = procfs.snapshot()
+        mine = {process.pid for processes in self.observe().values() for process in processes}
+        return [process for process in procfs.descendants(table, self._pid) if process.pid not in mine]
+
+
+def _signal_group(group: int, signum: int) -> None:
+    try:
+        os.killpg(group, signum)
+    except ProcessLookupError:
+        # The shim has not made its session yet: then the process is alone.
+        try:
+            os.kill(group, signum)
+        except ProcessLookupError:
+            return
+    except PermissionError:
+        return

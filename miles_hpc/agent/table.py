@@ -1,0 +1,299 @@
+"""The workers of one node as the hub sees them: orders in, reports out."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from miles_hpc.agent import inventory, procfs
+from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.ports import PortError, Ports
+from miles_hpc.agent.probes import Finding, Probes
+from miles_hpc.agent.scratch import Scratch
+from miles_hpc.agent.supervise import Cause, Exit, SpawnError, Supervisor
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import (
+    Message,
+    PortsReserved,
+    ReservePorts,
+    StartWorker,
+    StopWorker,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+    WorkerState,
+)
+
+LOG_TAIL_BYTES = 64 * 1024
+_ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|\[Errno 98\]|os error 98")
+
+
+@dataclass
+class Row:
+    """One worker of the table, from its reservation until it is stopped."""
+
+    worker: str
+    generation: Generation
+    state: Literal["reserved", "starting", "ready", "stopping"] = "reserved"
+    ports: dict[str, int] = field(default_factory=dict)
+    pid: int = 0
+    log_path: str = ""
+    scratch: Path | None = None
+    oom_kills: int | None = None
+
+
+class WorkerTable:
+    """Carries out the hub's orders. They are idempotent by (worker, generation); stale ones are refused.
+
+    Args:
+        send: takes a report to the hub.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        ports: Ports,
+        probes: Probes,
+        scratch: Scratch,
+        log_dir: Path,
+        log: JsonLog,
+        send: Callable[[Message], None],
+    ) -> None:
+        self._supervisor = supervisor
+        self._ports = ports
+        self._probes = probes
+        self._scratch = scratch
+        self._log_dir = log_dir
+        self._log = log
+        self._send = send
+        self._rows: dict[str, Row] = {}
+
+    def rows(self) -> list[WorkerState]:
+        """The full table."""
+        return [
+            WorkerState(worker=row.worker, generation=row.generation, state=row.state, pid=row.pid, ports=row.ports)
+            for row in self._rows.values()
+        ]
+
+    def running(self) -> bool:
+        """Whether any worker has a process."""
+        return any(row.state != "reserved" for row in self._rows.values())
+
+    # ---------------------------------------------------------------------------------------------- orders
+    def on_reserve(self, order: ReservePorts, *, accept: bool) -> None:
+        """Choose ports for a worker that will be started."""
+        row = self._rows.get(order.worker)
+        if row is not None and row.generation == order.generation:
+            self._send(PortsReserved(worker=order.worker, generation=order.generation, ports=row.ports))
+            return
+        error = "" if accept else "the agent is leaving"
+        if row is not None and row.state != "reserved":
+            error = f"{order.worker} of generation {row.generation} is not stopped yet"
+        elif row is not None and row.generation > order.generation:
+            error = f"generation {order.generation} is older than {row.generation}, which is reserved"
+        if not error:
+            try:
+                ports = self._ports.reserve(order.worker, order.ports, order.cell_index, order.keep)
+            except PortError as failure:
+                error = str(failure)
+                self._rows.pop(order.worker, None)
+        if error:
+            self._log.write(
+                "ports_refused", "warning", worker=order.worker, generation=str(order.generation), error=error
+            )
+            self._send(PortsReserved(worker=order.worker, generation=order.generation, error=error))
+            return
+        self._rows[order.worker] = Row(order.worker, order.generation, ports=ports)
+        self._send(PortsReserved(worker=order.worker, generation=order.generation, ports=ports))
+
+    def on_start(self, order: StartWorker, *, accept: bool) -> None:
+        """Start a worker, on the ports that were reserved for it."""
+        row = self._rows.get(order.worker)
+        if row is not None and row.state != "reserved":
+            if row.generation == order.generation:
+                self._send(WorkerStarted(worker=row.worker, generation=row.generation, pid=row.pid))
+            else:
+                text = f"{order.worker} of generation {row.generation} is not stopped yet"
+                self._report_unstarted(order.worker, order.generation, "spawn_failed", text)
+            return
+        if row is None or row.generation < order.generation:
+            row = self._rows[order.worker] = Row(order.worker, order.generation, ports=order.ports)
+        elif row.generation > order.generation:
+            text = f"generation {order.generation} is older than {row.generation}, which is reserved"
+            self._report_unstarted(order.worker, order.generation, "spawn_failed", text)
+            return
+        error = "" if accept else "the agent is leaving"
+        error = error or self._spawn(row, order)
+        if error:
+            self._forget(row)
+            self._report_unstarted(order.worker, order.generation, "spawn_failed", error)
+
+    def _spawn(self, row: Row, order: StartWorker) -> str:
+        """Start the process. Returns why it could not be started, or ""."""
+        env = {**procfs.worker_environ(os.environ), "PYTHONUNBUFFERED": "1"}
+        if order.gpu_uuids:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(order.gpu_uuids)
+        path = self._log_dir / f"{order.worker}.g{order.generation}.log"
+        row.log_path = str(path)
+        try:
+            row.scratch = self._scratch.make()
+            env.update(self._scratch.variables(row.scratch))
+            env.update(order.env)
+            if not order.argv or shutil.which(order.argv[0], path=env.get("PATH")) is None:
+                return f"program {order.argv[:1]} is not found or cannot be executed (PATH={env.get('PATH', '')})"
+            busy = self._ports.busy(order.worker)
+            if busy:
+                return busy
+            row.oom_kills = inventory.oom_kills()
+            process = self._supervisor.spawn(
+                order.worker,
+                order.generation,
+                order.argv,
+                env,
+                path,
+                stop_grace=order.stop_grace,
+                ports_free=lambda: self._ports.busy(order.worker),
+            )
+        except (SpawnError, OSError) as failure:
+            return str(failure)
+        row.pid = process.pid
+        row.state = "starting"
+        self._log.write(
+            "worker_started",
+            worker=row.worker,
+            generation=str(row.generation),
+            pid=row.pid,
+            ports=row.ports,
+            argv=order.argv,
+        )
+        self._send(WorkerStarted(worker=row.worker, generation=row.generation, pid=row.pid))
+        if order.probe.kind == "none":
+            self._ready(row)
+        else:
+            target = HostAndPort(self._ports.address, order.ports[order.probe.port])
+            self._probes.add(row.worker, row.generation, order.probe, target)
+        return ""
+
+    def on_stop(self, order: StopWorker) -> None:
+        """Stop a worker; its end is reported when nothing of it is left."""
+        row = self._rows.get(order.worker)
+        if row is None or row.generation != order.generation:
+            text = "not running on this node" if row is None else f"this node has generation {row.generation}"
+            self._report_unstarted(order.worker, order.generation, "stopped", text)
+        elif row.state == "reserved":
+            self._forget(row)
+            self._report_unstarted(order.worker, order.generation, "stopped", order.reason)
+        else:
+            self._stop(row, "stopped", order.reason, None)
+
+    def stop_all(self, reason: str, grace: float | None) -> None:
+        """Stop every worker, each with at most `grace` seconds between TERM and KILL."""
+        for row in list(self._rows.values()):
+            if row.state == "reserved":
+                self._forget(row)
+            else:
+                own = self._supervisor.workers[row.worker].stop_grace
+                self._stop(row, "stopped", reason, own if grace is None else min(own, grace))
+
+    def _stop(self, row: Row, cause: Cause, text: str, grace: float | None) -> None:
+        self._probes.remove(row.worker)
+        row.state = "stopping"
+        self._supervisor.stop(row.worker, cause, text, grace=grace)
+
+    # --------------------------------------------------------------------------------------------- reports
+    def on_finding(self, finding: Finding) -> None:
+        """A probe has decided something about a worker."""
+        row = self._rows.get(finding.worker)
+        if row is None or row.generation != finding.generation or row.state == "stopping":
+            return
+        if finding.kind == "ready":
+            self._ready(row)
+        else:
+            self._log.write(
+                finding.kind, "warning", worker=row.worker, generation=str(row.generation), text=finding.text
+            )
+            self._stop(row, finding.kind, finding.text, None)
+
+    def _ready(self, row: Row) -> None:
+        row.state = "ready"
+        self._log.write("worker_ready", worker=row.worker, generation=str(row.generation))
+        self._send(WorkerReady(worker=row.worker, generation=row.generation))
+
+    def on_exit(self, ended: Exit, *, by_slurm: bool) -> None:
+        """Nothing of a worker is left."""
+        row = self._rows[ended.name]
+        tail = read_tail(Path(row.log_path), LOG_TAIL_BYTES)
+        cause, text = ended.cause, ended.text
+        if cause == "exited" and by_slurm:
+            cause = "stopped_by_slurm"
+        if cause == "exited" and row.state == "starting" and ended.exit_code and _ADDRESS_IN_USE.search(tail[-8192:]):
+            text = f"another process took one of its ports {row.ports} first (EADDRINUSE); {text}".rstrip("; ")
+        if ended.leftovers:
+            text = f"{text}; {ended.leftovers} processes that it had started were killed".lstrip("; ")
+        oom = self._oom(row, ended)
+        self._forget(row)
+        report = WorkerExited(
+            worker=row.worker,
+            generation=row.generation,
+            exit_code=ended.exit_code,
+            signal=ended.signal,
+            oom=oom,
+            cause=cause,
+            text=text,
+            log_path=row.log_path,
+            log_tail=tail,
+        )
+        self._send(report)
+        self._log.write(
+            "worker_exited",
+            "info" if cause == "stopped" else "warning",
+            worker=row.worker,
+            generation=str(row.generation),
+            pid=ended.pid,
+            exit_code=ended.exit_code,
+            signal=ended.signal,
+            oom=oom,
+            cause=cause,
+            text=text,
+            log_path=row.log_path,
+        )
+
+    @staticmethod
+    def _oom(row: Row, ended: Exit) -> Literal["no", "probable", "yes"]:
+        if ended.signal != 9 or ended.killed_by_us:
+            return "no"
+        now = inventory.oom_kills()
+        if now is None or row.oom_kills is None:
+            return "probable"
+        return "yes" if now > row.oom_kills else "no"
+
+    def _forget(self, row: Row) -> None:
+        """The worker is gone: give back what it held."""
+        self._probes.remove(row.worker)
+        self._ports.release(row.worker)
+        if row.scratch is not None:
+            self._scratch.remove(row.scratch)
+        self._rows.pop(row.worker, None)
+
+    def _report_unstarted(self, worker: str, generation: Generation, cause: Cause, text: str) -> None:
+        self._log.write(
+            "worker_not_started", "warning", worker=worker, generation=str(generation), cause=cause, text=text
+        )
+        self._send(WorkerExited(worker=worker, generation=generation, cause=cause, text=text))
+
+
+def read_tail(path: Path, limit: int) -> str:
+    """The last `limit` bytes of a log file as text; "" when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit))
+            return file.read(limit).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,153 @@
+"""The process that outlives the agent: starts it, and when it is gone kills whatever it left behind.
+
+`python -I -S warden.py --run-id R --run-dir D --attempt N --node NODE [--die-with PID] -- AGENT PROGRAM ARGS…`
+(`--incarnation` and `--lifeline` are appended to the agent's arguments). Standard library only and few modules of it,
+so that it starts in milliseconds, needs a few MB and has nothing in it that could fail.
+
+Exit code: the agent's own, or 1 when the agent was killed or something could not be stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+# -S and -I leave our own package off the path. Appended, so that no module of a site directory hides a standard one.
+sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))  # noqa: PTH100, PTH120
+
+from miles_hpc.agent import procfs
+
+STOP_GRACE = 8.0
+"""Seconds between passing a TERM on to the agent and killing it: it stops its workers in that time."""
+SWEEP_DEADLINE = 30.0
+"""Seconds until a sweep gives up on processes that cannot be killed (they hang in the kernel)."""
+PASS_INTERVAL = 0.02
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_WAITED_FOR = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, *_STOP_SIGNALS)
+
+
+class Warden:
+    """Supervises one agent after the other on one node of one attempt."""
+
+    def __init__(self, *, run_id: str, run_dir: str, attempt: int, node: str, agent_argv: list[str]) -> None:
+        self.run_dir = run_dir
+        self.node = node
+        self.agent_argv = agent_argv
+        self.mark = f"{run_id}/{attempt}/{node}/"
+        self.incarnations_left = 1
+        self.stopping = False
+
+    def run(self) -> int:
+        """Start an agent, wait for its end, leave nothing behind. Returns the exit code."""
+        procfs.become_subreaper()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+        code = 1
+        while self.incarnations_left and not self.stopping:
+            self.incarnations_left -= 1
+            status = self._watch(self._start_agent())
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                self._say(f"the agent was killed by signal {-code}; killing what it left")
+                code = 1
+            if not self.sweep():
+                code = code or 1
+            if code == 0:
+                break
+        return code
+
+    def _start_agent(self) -> int:
+        incarnation = os.urandom(6).hex()
+        # The agent reads EOF from the lifeline when this process is gone, however it went.
+        read_end, self._lifeline = os.pipe()
+        os.set_inheritable(read_end, True)
+        env = dict(os.environ)
+        env[procfs.MARK] = f"{self.mark}{incarnation}/agent/g0-0"
+        env[procfs.RUN_DIR] = self.run_dir
+        argv = [*self.agent_argv, "--incarnation", incarnation, "--lifeline", str(read_end)]
+        pid = os.posix_spawnp(argv[0], argv, env, setsigmask=[], setsigdef=_WAITED_FOR)
+        os.close(read_end)
+        return pid
+
+    def _watch(self, agent: int) -> int:
+        """Wait for the agent's end, passing a request to stop on to it. Returns its wait status."""
+        kill_at = 0.0
+        while True:
+            left = max(0.0, kill_at - time.monotonic()) if kill_at else 3600.0
+            info = signal.sigtimedwait(_WAITED_FOR, left)
+            if info is not None and info.si_signo in _STOP_SIGNALS and not self.stopping:
+                self.stopping = True
+                kill_at = time.monotonic() + STOP_GRACE
+                os.kill(agent, signal.SIGTERM)
+            elif info is None and kill_at:
+                self._say(f"the agent did not stop within {STOP_GRACE:g} s of its TERM; killing it")
+                os.kill(agent, signal.SIGKILL)
+                kill_at = 0.0
+            status = self._reap(agent)
+            if status is not None:
+                os.close(self._lifeline)
+                return status
+
+    @staticmethod
+    def _reap(agent: int) -> int | None:
+        """Collect every ended child; the agent's wait status when it is among them."""
+        found = None
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return found
+            if pid == 0:
+                return found
+            if pid == agent:
+                found = status
+
+    def sweep(self) -> bool:
+        """Kill all descendants and all marked processes of this node and attempt. Returns whether none is left."""
+        deadline = time.monotonic() + SWEEP_DEADLINE
+        empty_passes = 0
+        while True:
+            self._reap(0)
+            table = procfs.snapshot()
+            left = {process.key: process for process in procfs.descendants(table, os.getpid())}
+            left.update((p.key, p) for p in procfs.marked(table, self.mark, self.run_dir, skip=[os.getpid()]))
+            procfs.kill_all(left.values())
+            # Twice: a process that forks and exits while the table is read can be missed with its child.
+            empty_passes = 0 if left else empty_passes + 1
+            if empty_passes == 2:
+                return True
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{p.pid} ({procfs.command_line(p.pid)[:80]})" for p in left.values())
+                self._say(f"still not dead {SWEEP_DEADLINE:g} s after SIGKILL: {names}")
+                return False
+            if left:
+                signal.sigtimedwait((signal.SIGCHLD,), PASS_INTERVAL)
+
+    def _say(self, text: str) -> None:
+        print(f"warden of {self.node}: {text}", file=sys.stderr, flush=True)
+
+
+def _main(argv: list[str]) -> int:
+    split = argv.index("--")
+    options = dict(zip(argv[:split:2], argv[1:split:2], strict=True))
+    parent = int(options.get("--die-with", "0"))
+    if parent:
+        try:
+            procfs.die_with_parent(parent, signal.SIGTERM)
+        except ProcessLookupError as error:
+            print(f"warden: not started: {error}", file=sys.stderr)
+            return 1
+    warden = Warden(
+        run_id=options["--run-id"],
+        run_dir=options["--run-dir"],
+        attempt=int(options["--attempt"]),
+        node=options["--node"],
+        agent_argv=argv[split + 1 :],
+    )
+    return warden.run()
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

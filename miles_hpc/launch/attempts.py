@@ -1,0 +1,207 @@
+"""Attempts of a run, each claimed once by link(2), and the registry of this user's runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from miles_hpc.agent.procfs import boot_id, start_time
+
+_NAME = re.compile(r"(\d+)\.json")
+
+
+class AttemptError(Exception):
+    """The run directory cannot be used for a new attempt; the text says why and what to do."""
+
+
+class RunIsLive(AttemptError):
+    """Another attempt of this run is going on; the text names its host and pid."""
+
+
+class RunExists(AttemptError):
+    """The directory holds a run, and the caller did not ask to resume it."""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a run. `pid_start` is in clock ticks since the boot that `boot` names."""
+
+    number: int
+    run_id: str
+    job_id: str = ""
+    restart: int = 0
+    host: str
+    pid: int
+    pid_start: int
+    boot: str = ""
+    started: float
+    """Wall clock, seconds since 1970."""
+
+
+def attempts_dir(run_dir: Path) -> Path:
+    """`<run_dir>/attempts`."""
+    return run_dir / "attempts"
+
+
+def read_attempts(run_dir: Path) -> list[Attempt]:
+    """All claimed attempts, in order.
+
+    Raises:
+        AttemptError: when a claim file does not parse.
+    """
+    directory = attempts_dir(run_dir)
+    if not directory.is_dir():
+        return []
+    found = []
+    claims = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    for path in sorted(claims, key=lambda path: int(path.stem)):
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Attempt))
+        except msgspec.MsgspecError as error:
+            raise AttemptError(
+                f"{path} is no claim of an attempt: {error}: move it away to use this directory"
+            ) from error
+    return found
+
+
+def is_live(attempt: Attempt) -> bool:
+    """Whether the process that claimed an attempt still runs. Only its own host can tell; elsewhere: no."""
+    if attempt.host != socket.gethostname() or (attempt.boot and attempt.boot != boot_id()):
+        return False
+    return start_time(attempt.pid) == attempt.pid_start
+
+
+def claim_attempt(
+    run_dir: Path, *, resume: bool = False, run_id: str = "", environ: Mapping[str, str] = os.environ
+) -> Attempt:
+    """Claim the next attempt of a run for this process.
+
+    Args:
+        resume: allow a directory that holds a run already.
+        run_id: of a new run; default: the directory's name. A resumed run keeps the one it has.
+
+    Raises:
+        RunExists: when it holds a run and `resume` is off.
+        RunIsLive: when another attempt is going on here.
+        AttemptError: when a claim file is broken.
+        OSError: when the directory cannot be written.
+    """
+    directory = attempts_dir(run_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    while True:
+        earlier = read_attempts(run_dir)
+        for other in earlier:
+            if is_live(other):
+                raise RunIsLive(
+                    f"{run_dir} is in use: attempt {other.number} runs on host {other.host} with pid {other.pid}; "
+                    "wait for it, or stop it first"
+                )
+        if earlier and not resume:
+            raise RunExists(
+                f"{run_dir} holds run {earlier[-1].run_id!r} with {len(earlier)} attempts: "
+                "continue it with --resume, or choose another --run-dir"
+            )
+        attempt = Attempt(
+            number=earlier[-1].number + 1 if earlier else 0,
+            run_id=earlier[-1].run_id if earlier else run_id or run_dir.absolute().name,
+            job_id=environ.get("SLURM_JOB_ID", ""),
+            restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pid_start=start_time(os.getpid()) or 0,
+            boot=boot_id(),
+            started=time.time(),
+        )
+        if _link(directory / f"{attempt.number}.json", attempt):
+            point_latest(run_dir, attempt.number)
+            return attempt
+
+
+def _link(target: Path, attempt: Attempt) -> bool:
+    """Publish a claim, complete or not at all. False: somebody else was faster."""
+    draft = target.with_name(f".draft-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with draft.open("xb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(attempt), indent=2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, target)
+        except FileExistsError:
+            # Over NFS a link(2) whose answer was lost is sent again and then finds its own file.
+            return draft.stat().st_nlink == 2
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
+def point_latest(run_dir: Path, attempt: int) -> None:
+    """`logs/latest` -> `attempt-<n>`, replaced in one step."""
+    logs = run_dir / "logs"
+    (logs / f"attempt-{attempt}").mkdir(parents=True, exist_ok=True)
+    draft = logs / f".latest-{os.getpid()}-{secrets.token_hex(4)}"
+    draft.symlink_to(f"attempt-{attempt}")
+    draft.replace(logs / "latest")
+
+
+# ---------------------------------------------------------------------------------------------- registry
+class RegisteredRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run of this user is."""
+
+    run_id: str
+    run_dir: str
+    attempt: int
+    host: str
+    pid: int
+    started: float
+
+
+def registry_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """`${XDG_STATE_HOME:-~/.local/state}/miles-hpc/runs`."""
+    state = environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if state else Path("~/.local/state").expanduser()) / "miles-hpc" / "runs"
+
+
+def register(run_dir: Path, attempt: Attempt, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Note a run in the registry, so that other commands find it by its id.
+
+    None: there is no place to write to, which harms no run. Two run directories with one name share an entry: the newest
+    start has it.
+    """
+    directory = registry_dir(environ)
+    entry = RegisteredRun(
+        run_id=attempt.run_id,
+        run_dir=str(run_dir.absolute()),
+        attempt=attempt.number,
+        host=attempt.host,
+        pid=attempt.pid,
+        started=attempt.started,
+    )
+    target = directory / f"{attempt.run_id}.json"
+    draft = directory / f".{attempt.run_id}.{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(msgspec.json.encode(entry) + b"\n")
+        draft.replace(target)
+    except OSError:
+        return None
+    return target
+
+
+def registered_runs(environ: Mapping[str, str] = os.environ) -> list[RegisteredRun]:
+    """All runs that are known and whose directory still exists, newest first."""
+    found = []
+    for path in registry_dir(environ).glob("*.json"):
+        try:
+            entry = msgspec.json.decode(path.read_bytes(), type=RegisteredRun)
+        except (OSError, msgspec.MsgspecError):
+            continue  # half-written by a version that knew less, or gone meanwhile
+        if Path(entry.run_dir).is_dir():
+            found.append(entry)
+    return sorted(found, key=lambda entry: entry.started, reverse=True)
