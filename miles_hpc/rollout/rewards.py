@@ -1,0 +1,215 @@
+"""Rewards. One that raises, hangs or is not a finite number fails its sample; it never becomes a zero."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import os
+import struct
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from miles_hpc.rollout.functions import load_function
+from miles_hpc.rollout.sample import Sample
+
+KEY = "reward.function"
+_START_S = 120.0
+"""Until a reward process has imported its function."""
+
+
+class RewardError(Exception):
+    """A reward function failed; the text holds its traceback."""
+
+
+class RewardTimeout(RewardError):
+    """A reward function did not return in `reward.timeout_s`."""
+
+
+def exact_match(sample: Sample) -> float:
+    """1.0 when the response is the label, both without space around them."""
+    return float(sample.response.strip() == str(sample.label).strip())
+
+
+def math_verify(sample: Sample) -> float:
+    """1.0 when response and label are mathematically equal (https://github.com/huggingface/Math-Verify).
+
+    A response in which no answer is found is wrong. Uses SIGALRM: main thread only.
+
+    Raises:
+        ValueError: the label holds no mathematical expression.
+    """
+    from math_verify import parse, verify
+
+    label = str(sample.label)
+    gold = parse(label) or parse(f"${label}$")
+    if not gold:
+        raise ValueError(f"label {label!r:.80} of prompt {sample.prompt_index} is no mathematical expression")
+    return float(verify(gold, parse(sample.response)))
+
+
+BUILT_IN: dict[str, Callable[[Sample], float]] = {"exact_match": exact_match, "math_verify": math_verify}
+
+
+def reward_function(path: str) -> Callable[[Sample], float | Awaitable[float]]:
+    """A built-in by name, or the user's own by dotted path.
+
+    Raises:
+        FunctionPathError: it cannot be imported.
+    """
+    return BUILT_IN.get(path) or load_function(path, KEY)
+
+
+def checked(value: Any) -> float:
+    """A reward as a float.
+
+    Raises:
+        RewardError: it is no number, or not finite.
+    """
+    try:
+        reward = float(value)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"the reward is {value!r:.80}; expected a number") from error
+    if not math.isfinite(reward):
+        raise RewardError(f"the reward is {reward}; expected a finite number")
+    return reward
+
+
+class Scorer:
+    """Scores samples under a deadline.
+
+    Coroutine functions run in this event loop, `exact_match` at once; every other function runs in a process of its own
+    (`reward_process`), where it has the main thread for its signals, blocks nobody, and can be killed when it hangs.
+
+    Args:
+        path: `reward.function`.
+        timeout_s: `reward.timeout_s`, counted from when the function begins.
+        processes: that run a plain function at once.
+
+    Raises:
+        FunctionPathError: the path cannot be imported.
+    """
+
+    def __init__(self, path: str, *, timeout_s: float, processes: int = 2) -> None:
+        self._path = path
+        self._timeout_s = timeout_s
+        self._inline: Callable[[Sample], float] | None = None
+        self._coroutine: Callable[[Sample], Awaitable[float]] | None = None
+        self._idle: asyncio.Queue[_RewardProcess | None] = asyncio.Queue()
+        self._processes: set[_RewardProcess] = set()
+        if path == "exact_match":
+            self._inline = exact_match
+        elif path != "math_verify" and inspect.iscoroutinefunction(function := load_function(path, KEY)):
+            self._coroutine = function
+        else:
+            for _ in range(processes):
+                self._idle.put_nowait(None)
+
+    async def score(self, sample: Sample) -> float:
+        """The reward of a finished sample.
+
+        Raises:
+            RewardTimeout: the function hung.
+            RewardError: it raised, or returned something else than a finite number.
+        """
+        try:
+            if self._inline is not None:
+                return checked(self._inline(sample))
+            if self._coroutine is not None:
+                return checked(await asyncio.wait_for(self._coroutine(sample), self._timeout_s))
+            return checked(await self._in_process(sample))
+        except asyncio.TimeoutError as error:
+            raise RewardTimeout(
+                f"{KEY} = {self._path!r} did not return within reward.timeout_s = {self._timeout_s:g} s "
+                f"for sample {sample.index} of group {sample.group}"
+            ) from error
+        except RewardError:
+            raise
+        except Exception as error:
+            raise RewardError(traceback.format_exc()) from error
+
+    async def _in_process(self, sample: Sample) -> Any:
+        process = await self._idle.get()
+        try:
+            if process is None:
+                process = _RewardProcess(self._path)
+                self._processes.add(process)
+                await process.start()
+            return await asyncio.wait_for(process.call(sample), self._timeout_s)
+        except RewardError:
+            raise
+        except BaseException:  # hung, died, or cancelled in the middle of an answer: of no further use
+            if process is not None:
+                await self._discard(process)
+                process = None
+            raise
+        finally:
+            self._idle.put_nowait(process if process is not None and process.usable else None)
+
+    async def _discard(self, process: _RewardProcess) -> None:
+        self._processes.discard(process)
+        await process.kill()
+
+    async def close(self) -> None:
+        """Kill the reward processes."""
+        for process in list(self._processes):
+            await self._discard(process)
+
+
+class _RewardProcess:
+    """One child that runs a plain reward function, called over its standard input and output."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._child: asyncio.subprocess.Process | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self._child is not None and self._child.returncode is None
+
+    async def start(self) -> None:
+        """Raises RewardError when the function does not import there, or nothing is heard of it in time."""
+        self._child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "miles_hpc.rollout.reward_process", self._path),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )
+        await asyncio.wait_for(self._answer(), _START_S)
+
+    async def call(self, sample: Sample) -> Any:
+        """Raises RewardError with the child's traceback."""
+        assert self._child is not None and self._child.stdin is not None
+        self._child.stdin.write(pack_message(sample))
+        await self._child.stdin.drain()
+        return await self._answer()
+
+    async def _answer(self) -> Any:
+        assert self._child is not None and self._child.stdout is not None
+        try:
+            (size,) = struct.unpack("<I", await self._child.stdout.readexactly(4))
+            error, value = msgspec.msgpack.decode(await self._child.stdout.readexactly(size))
+        except asyncio.IncompleteReadError:
+            code = await self._child.wait()
+            raise RewardError(f"the process of {KEY} = {self._path!r} ended with code {code}") from None
+        if error:
+            raise RewardError(error)
+        return value
+
+    async def kill(self) -> None:
+        """End the child and reap it."""
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()
+            await self._child.wait()
+
+
+def pack_message(message: Any) -> bytes:
+    """Length, little-endian uint32, and msgpack."""
+    body = msgspec.msgpack.encode(message)
+    return struct.pack("<I", len(body)) + body

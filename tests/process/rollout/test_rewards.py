@@ -1,0 +1,99 @@
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles_hpc.rollout.functions import FunctionPathError
+from miles_hpc.rollout.rewards import RewardError, RewardTimeout, Scorer
+from miles_hpc.rollout.sample import Sample
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(autouse=True)
+def functions_on_the_path(monkeypatch):
+    here = str(Path(__file__).parent)
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setenv("PYTHONPATH", here)
+    yield
+    sys.modules.pop("reward_functions", None)
+
+
+def sample(response="ab", label="ab"):
+    return Sample(group="g", index=0, prompt_index=0, epoch=0, prompt="p", seed=1, response=response, label=label)
+
+
+def score(path, *samples, timeout_s=30.0):
+    async def run():
+        scorer = Scorer(path, timeout_s=timeout_s)
+        try:
+            return await asyncio.gather(*(scorer.score(item) for item in samples), return_exceptions=True)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_plain_function_runs_in_a_process_of_its_own_and_may_print():
+    assert score("reward_functions:length", *[sample("x" * n) for n in range(6)]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_signals_work_in_a_reward():
+    assert score("reward_functions:uses_alarm", sample()) == [2.0]
+
+
+def test_a_reward_that_hangs_fails_its_sample_and_the_next_ones_are_scored():
+    results = score("reward_functions:hangs_on_h", sample("h"), sample("h"), sample(), sample(), timeout_s=1.5)
+    assert [type(result) for result in results] == [RewardTimeout, RewardTimeout, float, float]
+    assert "reward.timeout_s = 1.5" in str(results[0])
+
+
+@pytest.mark.parametrize("function", ["raises", "async_raises"])
+def test_a_reward_that_raises_fails_its_sample_with_its_traceback(function):
+    (error, second) = score(f"reward_functions:{function}", sample(), sample())
+    assert isinstance(error, RewardError) and isinstance(second, RewardError)
+    assert "no rule for ab" in str(error) and "reward_functions.py" in str(error)
+
+
+def test_a_reward_that_is_not_finite_fails_its_sample():
+    (error,) = score("reward_functions:not_a_number", sample())
+    assert isinstance(error, RewardError) and "finite" in str(error)
+
+
+def test_a_reward_process_that_dies_is_replaced():
+    results = score("reward_functions:dies", sample(), sample(), sample())
+    assert all(isinstance(result, RewardError) and "ended with code -9" in str(result) for result in results)
+
+
+def test_a_coroutine_function_that_hangs_is_cancelled():
+    results = score("reward_functions:slow_on_h", sample("h"), sample(), timeout_s=0.2)
+    assert isinstance(results[0], RewardTimeout) and results[1] == 3.0
+
+
+def test_math_verify_compares_values_not_texts():
+    pytest.importorskip("math_verify")
+    answers = [
+        sample("so it is $\\frac{2}{4}$", "0.5"),
+        sample("\\boxed{42}", "42"),
+        sample("41", "42"),
+        sample("nothing", "42"),
+        sample("1", ""),
+    ]
+    *results, error = score("math_verify", *answers)
+    assert results == [1.0, 1.0, 0.0, 0.0]
+    assert isinstance(error, RewardError) and "no mathematical expression" in str(error)
+
+
+def test_a_path_that_does_not_import_is_refused_at_once():
+    async def make(path):
+        Scorer(path, timeout_s=1)
+
+    for path, text in [
+        ("no_such_module:f", "importing no_such_module failed"),
+        ("reward_functions:nothing", "has no 'nothing'"),
+        ("reward_functions", "is not module:function"),
+        ("reward_functions:__doc__", "expected a function"),
+    ]:
+        with pytest.raises(FunctionPathError, match=text):
+            asyncio.run(make(path))
