@@ -37,7 +37,14 @@ class HubSignalled:
     name: str
 
 
-Event = Received | Tick | VerdictWritten | HubSignalled
+@dataclass(frozen=True)
+class HubBroke:
+    """A reaction raised: the state can no longer be trusted, so the run ends."""
+
+    text: str
+
+
+Event = Received | Tick | VerdictWritten | HubSignalled | HubBroke
 
 
 # ----------------------------------------------------------------------------------------------- actions

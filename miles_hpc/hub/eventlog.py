@@ -18,7 +18,7 @@ WAITING_LIMIT = 10_000
 class EventLog:
     """Takes lines without waiting; a thread writes them. Also a target for `logging` (`handler`).
 
-    Schema of a line: `t` (wall clock seconds), `level`, `where` ("hub"), `event`, then the event's own fields.
+    Schema of a line: the agents' too: `time` (wall clock, seconds), `level`, `source`, `event`, then its own fields.
     """
 
     def __init__(self, path: Path, stderr: TextIO = sys.stderr) -> None:
@@ -34,7 +34,7 @@ class EventLog:
         """Queue one line; dropped and counted when too many wait."""
         try:
             self._lines.put_nowait(
-                {"t": round(time.time(), 3), "level": level, "where": "hub", "event": event, **fields}
+                {"time": round(time.time(), 6), "level": level, "source": "hub", "event": event, **fields}
             )
         except queue.Full:
             self.dropped += 1
@@ -68,8 +68,8 @@ class EventLog:
 
 
 def _for_people(line: dict[str, Any]) -> str:
-    fields = {key: value for key, value in line.items() if key not in ("t", "level", "where", "event")}
-    clock = time.strftime("%H:%M:%S", time.localtime(line["t"]))
+    fields = {key: value for key, value in line.items() if key not in ("time", "level", "source", "event")}
+    clock = time.strftime("%H:%M:%S", time.localtime(line["time"]))
     return " ".join([clock, line["level"].upper(), "hub", line["event"], *(f"{k}={v}" for k, v in fields.items())])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from miles_hpc.hub.actions import Outcome
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
 from miles_hpc.hub.placement import NodeSlots, Place, PlacementRefused, place
 from miles_hpc.hub.render import ports_of_worker, start_order
@@ -21,6 +22,8 @@ class Ending:
     """Counts against the heal budget; a lost node is not the cell's fault."""
     final: bool = False
     """The cell is not wanted any more."""
+    outcome: Outcome = "failed"
+    """How the run ends when it cannot go on without the cell."""
 
 
 # ------------------------------------------------------------------------------------------------ starting
@@ -150,6 +153,9 @@ def on_ports(core: Core, report: PortsReserved, node_id: str) -> None:
             core, cell, Ending(f"{node_id} gave {worker.id} the ports {sorted(report.ports)}; {missing} are missing")
         )
         return
+    if not all(0 < port < 65536 for port in report.ports.values()):
+        end_cell(core, cell, Ending(f"{node_id} gave {worker.id} impossible ports: {report.ports}"))
+        return
     worker.ports = dict(report.ports)
     if all(other.ports is not None for other in cell.workers):
         core.change_phase(cell, Phase.RESERVED)
@@ -207,8 +213,14 @@ def on_exited(core: Core, report: WorkerExited, node_id: str) -> None:
     if found is None:
         return
     cell, worker = found
-    by_slurm = report.cause == "stopped_by_slurm"
-    ending = Ending(f"{worker.id} {how_it_ended(report)}", budgeted=not by_slurm, final=by_slurm)
+    text = f"{worker.id} {how_it_ended(report)}"
+    if report.cause == "stopped_by_slurm":
+        ending = Ending(text, budgeted=False, final=True)
+    elif report.cause == "stopped":
+        # Nobody here asked for it (else the cell would be STOPPING and this is not read): the agent was told to leave.
+        ending = Ending(f"the agent of {node_id} was told to leave: {text}", budgeted=False, outcome="cancelled")
+    else:
+        ending = Ending(text)
     on_worker_gone(core, cell, worker, ending)
 
 
@@ -265,7 +277,7 @@ def _judge(core: Core, cell: Cell, ending: Ending) -> None:
     """Whether the run survives this end, and how long the next start waits."""
     heal = core.heal
     if cell.spec.restart == "fail_run":
-        core.decide("failed", f"cell {cell.id} ended, and the run cannot go on without it: {ending.text}")
+        core.decide(ending.outcome, f"cell {cell.id} ended, and the run cannot go on without it: {ending.text}")
         return
     if not ending.budgeted:
         cell.retry_at = core.now

@@ -54,6 +54,10 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
 
 def _refusal(core: Core, peer: bytes, hello: AgentHello) -> Refused | None:
     info = core.info
+    if not 0 <= hello.node_index < 100_000 or not hello.address:
+        return Refused(
+            code="malformed", text=f"node index {hello.node_index} at address {hello.address!r} is no place in a run"
+        )
     if info.package_version and hello.package_version != info.package_version:
         return Refused(
             code="version",
@@ -135,9 +139,11 @@ def on_goodbye(core: Core, node: Node, reason: str) -> None:
     core.node_of_peer.pop(node.peer, None)
     node.gpu_holders.clear()
     node.strays.clear()
+    text = f"the agent of {node.id} ({node.host}) left: {reason or 'no reason given'}"
     for cell, worker in _workers_on(core, node):
-        ending = Ending(f"the agent of {node.id} ({node.host}) left: {reason or 'no reason given'}", budgeted=False)
-        lifecycle.on_worker_gone(core, cell, worker, ending)
+        lifecycle.on_worker_gone(core, cell, worker, Ending(text, budgeted=False, outcome="cancelled"))
+    if core.begun and not any(core.present_nodes()):
+        core.decide("cancelled", f"every agent has left; the last: {text}")
 
 
 def _workers_on(core: Core, node: Node) -> list[tuple[Cell, Worker]]:

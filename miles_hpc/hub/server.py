@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -13,12 +14,26 @@ from types import FrameType
 import zmq
 
 from miles_hpc.hub import views
-from miles_hpc.hub.actions import Action, Event, HubSignalled, Leave, Note, Received, Send, Tick, VerdictWritten
+from miles_hpc.hub.actions import (
+    Action,
+    Event,
+    HubBroke,
+    HubSignalled,
+    Leave,
+    Note,
+    Received,
+    Send,
+    Tick,
+    VerdictWritten,
+)
 from miles_hpc.hub.actions import WriteVerdict as Verdict
 from miles_hpc.hub.eventlog import EventLog
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import FileWriter
-from miles_hpc.wire.sockets import HubSocket, milliseconds
+from miles_hpc.wire.socket_options import milliseconds
+from miles_hpc.wire.sockets import HubSocket
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """Longest time between two looks at the clock; all deadlines of the hub are seconds."""
@@ -40,12 +55,12 @@ class HubServer:
         self,
         state: HubState,
         socket: HubSocket,
-        log: EventLog,
+        event_log: EventLog,
         run_dir: Path,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._state, self._socket, self._log, self._clock = state, socket, log, clock
+        self._state, self._socket, self._log, self._clock = state, socket, event_log, clock
         core = state.core
         self._status_interval = core.timing.status_interval
         # One pipe wakes the poll for what does not come over the network: a verdict that is durable, a signal.
@@ -54,6 +69,8 @@ class HubServer:
         os.set_blocking(self._wake_write, False)
         self._verdict_result: bool | OSError | None = None
         self._signalled = ""
+        self._last_counters: tuple[int, ...] = ()
+        self._next_status = clock()
         self._files = FileWriter(run_dir, core.info.attempt, self._on_verdict)
         self._left = False
         self.verdict_delivered = False
@@ -81,7 +98,7 @@ class HubServer:
         poller.register(self._socket.socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         busy = False
-        next_tick = next_status = next_counters = self._clock()
+        next_tick = next_counters = self._clock()
         try:
             while not self._left:
                 # After a busy turn drain is called at once again: it sends the receipts and takes what came meanwhile.
@@ -96,8 +113,8 @@ class HubServer:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self._apply(Tick())
-                if now >= next_status:
-                    next_status = now + self._status_interval
+                if now >= self._next_status:
+                    self._next_status = now + self._status_interval
                     self._files.write_status(views.status_object(self._state.core, time.time()))
                 if now >= next_counters:
                     next_counters = now + COUNTERS_EVERY_S
@@ -108,6 +125,8 @@ class HubServer:
             signal.set_wakeup_fd(-1)
             self._files.close()
             self._log_counters()
+            os.close(self._wake_read)
+            # The write end stays open: a writer thread that a stalled file system holds up may still report.
 
     def _take_wakeups(self) -> None:
         try:
@@ -128,7 +147,15 @@ class HubServer:
             self._apply(VerdictWritten())
 
     def _apply(self, event: Event) -> None:
-        for action in self._state.apply(event, self._clock()):
+        try:
+            actions = self._state.apply(event, self._clock())
+        except Exception as error:
+            if isinstance(event, HubBroke):
+                raise
+            log.exception("the reaction to %s failed", event)
+            actions = []
+            self._apply(HubBroke(f"{type(error).__name__}: {error}"))
+        for action in actions:
             self._do(action)
 
     def _do(self, action: Action) -> None:
@@ -139,10 +166,9 @@ class HubServer:
                 self._log.write(event, level, **fields)
             case Verdict():
                 self._files.write_verdict(action)
+                self._next_status = self._clock()
             case Leave():
                 self._left = True
-
-    _last_counters: tuple[int, ...] = ()
 
     def _log_counters(self) -> None:
         """Say what did not get through, when that has changed."""

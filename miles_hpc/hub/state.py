@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
 from miles_hpc.hub import lifecycle, membership, views
-from miles_hpc.hub.actions import Action, Event, HubSignalled, Leave, Received, Tick, VerdictWritten
+from miles_hpc.hub.actions import Action, Event, HubBroke, HubSignalled, Leave, Received, Tick, VerdictWritten
 from miles_hpc.hub.core import LEAVE_SLACK_S, WRITE_PATIENCE_S, Client, Core, RunInfo
 from miles_hpc.hub.render import address_book
 from miles_hpc.specs.base import CommandWorkerSpec
-from miles_hpc.wire.ids import cell_of
+from miles_hpc.wire.ids import cell_of, node_id
 from miles_hpc.wire.messages import (
     AgentHello,
     CancelRun,
@@ -77,12 +77,15 @@ class HubState:
             case VerdictWritten():
                 self._send_shutdown()
             case HubSignalled(name):
-                core.decide("cancelled", f"the hub got {name}")
+                self._on_signal(name)
+            case HubBroke(text):
+                core.decide("failed", f"the hub itself failed, please report it: {text}")
             case Tick():
                 membership.watch_silence(core)
                 self._watch_start()
-        lifecycle.advance(core)
-        self._publish()
+        if core.outcome is None:
+            lifecycle.advance(core)
+            self._publish()
         self._watch_end()
         out, core.out = core.out, []
         return out
@@ -188,11 +191,24 @@ class HubState:
             core.send(peer, news)
 
     # ------------------------------------------------------------------------------------- start and end
+    def _on_signal(self, name: str) -> None:
+        """The first ends the run; one that comes after the agents were sent away ends the wait for them."""
+        core = self.core
+        core.decide("cancelled", f"the hub got {name}")
+        if core.shutdown_sent and not core.leaving:
+            self._leave()
+
+    def _leave(self) -> None:
+        core = self.core
+        core.leaving = True
+        core.note("leaving", agents_left_behind=[node.id for node in core.present_nodes()])
+        core.out.append(Leave())
+
     def _watch_start(self) -> None:
         core = self.core
         if core.begun or core.outcome is not None or core.now - core.started_at <= core.timing.join:
             return
-        wanted = {f"node-{index:05d}" for index in range(core.info.expected_nodes)}
+        wanted = {node_id(index) for index in range(core.info.expected_nodes)}
         missing = sorted(wanted - {node.id for node in core.present_nodes()})
         core.decide(
             "failed",
@@ -221,8 +237,5 @@ class HubState:
         if not core.shutdown_sent:
             return
         patience = max((spec.stop_grace for spec in core.specs.values()), default=0.0) + LEAVE_SLACK_S
-        present = [node.id for node in core.present_nodes()]
-        if not present or waited > patience:
-            core.leaving = True
-            core.note("leaving", agents_left_behind=present)
-            core.out.append(Leave())
+        if waited > patience or not any(core.present_nodes()):
+            self._leave()

@@ -60,7 +60,7 @@ def replace_json(target: Path, content: dict[str, Any], durable: bool = True) ->
 def _draft(target: Path, content: dict[str, Any], durable: bool = True) -> Path:
     draft = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
     with draft.open("x") as file:
-        json.dump(content, file, indent=2)
+        json.dump(content, file, indent=2 if durable else None)
         file.write("\n")
         if durable:
             file.flush()

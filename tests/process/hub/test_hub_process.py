@@ -1,0 +1,229 @@
+"""A real hub with scripted agents, clients and operators."""
+
+import json
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import (
+    AgentHello,
+    ClientWelcome,
+    Done,
+    FinishRun,
+    Heartbeat,
+    PoolAddrs,
+    Progress,
+    Refused,
+    ReplaceCell,
+    ReservePorts,
+    Shutdown,
+    StartWorker,
+    Superseded,
+    Welcome,
+)
+from miles_hpc.wire.operator import OperatorClient
+from miles_hpc.wire.sockets import HubRefused
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+
+
+def all_ready(client):
+    books = client.of(PoolAddrs)
+    return books and all(cells and all(c.ready for c in cells) for cells in books[-1].pools.values())
+
+
+def started(hub, *agents):
+    """Every pool of the default config runs; returns the driver's link."""
+    hub.pump(lambda: any("driver-00000-00000" in a.running for a in agents), "the driver's start")
+    driver = hub.client("driver-00000-00000")
+    hub.pump(lambda: all_ready(driver), "all cells ready")
+    return driver
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def test_a_run_from_hello_to_verdict(start_hub):
+    hub = start_hub(nodes=2)
+    first = hub.agent(0)
+    assert isinstance(first.answer, Welcome) and first.answer.node == "node-00000"
+    second = hub.agent(1)
+    driver = started(hub, first, second)
+    assert isinstance(driver.answer, ClientWelcome)
+    assert "driver-00000-00000" in second.running, "stateful cells avoid the hub's node"
+    driver.send(Progress(step=1, weight_version=2, summary={"steps": 1}))
+    hub.pump(lambda: read(hub.run_dir / "status.json")["step"] == 1, "status.json")
+    driver.send(FinishRun(outcome="finished", summary={"steps": 20, "weight_version": 21}, call_id="f"))
+    assert hub.end() == 0
+    assert driver.of(Done) == [Done(call_id="f")]
+    assert [a.of(Shutdown) for a in (first, second)] == [[Shutdown(reason="finished", exit_code=0)]] * 2
+    summary = read(hub.run_dir / "summary.json")
+    assert summary == read(hub.run_dir / "verdicts" / "attempt-0.json")
+    assert (summary["outcome"], summary["steps"], summary["weight_version"]) == ("finished", 20, 21)
+    assert summary["cells"] == {"started": 11, "healed": 0}
+    seconds = summary["seconds"]
+    assert 0 < seconds["ready"] <= seconds["first_step"] <= seconds["total"]
+    assert read(hub.run_dir / "status.json")["outcome"] == "finished"
+    events = [json.loads(line)["event"] for line in (hub.run_dir / "logs/attempt-0/hub.jsonl").read_text().splitlines()]
+    assert events[0] == "hub_started" and events.count("verdict") == 1 and events.count("cell_ready") == 11
+
+
+def test_a_dead_worker_is_healed_and_clients_are_told(start_hub):
+    hub = start_hub()
+    agent = hub.agent(0)
+    driver = started(hub, agent)
+    agent.worker_dies("engine-policy-0-00001-00000", exit_code=None, signal=9)
+
+    def healed():
+        cells = driver.of(PoolAddrs)[-1].pools["engine-policy-0"]
+        return len(cells) == 2 and cells[1].generation == Generation(1, 2) and cells[1].ready
+
+    hub.pump(healed, "the heal")
+    assert driver.of(PoolAddrs)[-1].healed == 1
+    orders = [o for o in agent.of(ReservePorts) if o.worker == "engine-policy-0-00001-00000"]
+    assert orders[-1].keep, "a cell that starts again on its node keeps its ports"
+    controller = hub.client("controller-00000-00000")
+    controller.send(ReplaceCell(cell="engine-policy-0-00000", generation=Generation(1, 1), reason="sick", call_id="r"))
+    hub.pump(lambda: driver.of(PoolAddrs)[-1].healed == 2, "the replacement")
+    assert controller.of(Done) == [Done(call_id="r")]
+
+
+def test_a_driver_that_ends_without_finish_fails_the_run(start_hub):
+    hub = start_hub()
+    agent = hub.agent(0)
+    started(hub, agent)
+    agent.worker_dies("driver-00000-00000", exit_code=3, log_path="/logs/driver.log")
+    assert hub.end() == 0
+    summary = read(hub.run_dir / "summary.json")
+    assert (summary["outcome"], summary["exit_code"]) == ("failed", 1)
+    for part in ("driver-00000", "exit code 3", "/logs/driver.log"):
+        assert part in summary["reason"]
+    assert agent.of(Shutdown) == [Shutdown(reason="failed", exit_code=1)]
+
+
+def test_an_operator_sees_the_run_and_cancels_it(start_hub):
+    hub = start_hub()
+    agent = hub.agent(0)
+    started(hub, agent)
+    with OperatorClient(hub.run_dir) as operator:
+        status = operator.status()
+        assert [n.node for n in status.nodes] == ["node-00000"] and status.epoch == 1
+        assert {c.cell for c in operator.cells()} == {c.cell for c in status.cells}
+        operator.cancel("enough")
+    assert hub.end() == 0
+    summary = read(hub.run_dir / "summary.json")
+    assert (summary["outcome"], summary["reason"], summary["exit_code"]) == ("cancelled", "enough", 130)
+
+
+def test_garbage_and_messages_above_a_role_never_end_the_loop(start_hub, raw_link):
+    hub = start_hub()
+    worker, operator = raw_link(hub, "worker"), raw_link(hub, "operator")
+    for frames in ([b""], [b"x" * 1000], [b"a", b"b", b"c"], [worker._header, b"\xc1\xff"], [worker._header, b"\x80"]):
+        for _ in range(20):
+            worker.socket.send_multipart(frames)
+    hello = AgentHello(
+        incarnation="x",
+        node_index=0,
+        node_key="k",
+        host="h",
+        pid=1,
+        address="127.0.0.1",
+        package_version="",
+        digest="",
+    )
+        incarnation="x", node_index=0, node_key="k", host="h", pid=1, address="127.0.0.1", package_version="", digest=""
+    )
+    for link in (worker, operator):
+        assert link.send(hello)
+        deadline, codes = time.monotonic() + 10, []
+        while "role" not in codes:
+            assert time.monotonic() < deadline, codes
+            link.socket.poll(200)
+            codes += [m.code for m in link.receive() if isinstance(m, Refused)]
+    agent = hub.agent(0)
+    started(hub, agent)
+    assert hub.process.poll() is None
+    lines = (hub.run_dir / "logs/attempt-0/hub.jsonl").read_text().splitlines()
+    assert sum('"refused a message' in line for line in lines) <= 10, "logged once a second at most"
+
+
+def test_a_second_agent_for_a_node_is_refused_with_the_firsts_pid(start_hub):
+    hub = start_hub()
+    agent = hub.agent(0)
+    with pytest.raises(HubRefused, match="pid 10 on h0"):
+        hub.agent(0, incarnation="other")
+    started(hub, agent)
+
+
+def test_an_agent_with_another_config_is_refused(start_hub):
+    hub = start_hub()
+    with pytest.raises(HubRefused, match=r"config\.resolved\.toml"):
+        hub.agent(0, digest="0" * 64)
+    with pytest.raises(HubRefused, match=r"9\.9"):
+        hub.agent(0, package_version="9.9")
+
+
+def test_a_client_of_an_old_generation_is_superseded(start_hub):
+    hub = start_hub()
+    agent = hub.agent(0)
+    started(hub, agent)
+    late = hub.client("engine-policy-0-00000-00000", Generation(0, 9))
+    assert isinstance(late.answer, Superseded)
+
+
+def test_a_term_signal_cancels_the_run(start_hub):
+    hub = start_hub()
+    agent = hub.agent(0)
+    started(hub, agent)
+    hub.process.send_signal(signal.SIGTERM)
+    assert hub.end() == 0
+    assert read(hub.run_dir / "summary.json")["outcome"] == "cancelled"
+    assert agent.of(Shutdown) == [Shutdown(reason="cancelled", exit_code=130)]
+
+
+def test_a_silent_node_is_lost_and_its_stateful_cell_ends_the_run(start_hub):
+    hub = start_hub(nodes=2)
+    first, second = hub.agent(0), hub.agent(1)
+    started(hub, first, second)
+    hub.peers.remove(second)
+    hub.pump(lambda: first.of(Shutdown), "the end of the run", 25)
+    second.link.close()
+    reason = read(hub.run_dir / "summary.json")["reason"]
+    assert "node-00001" in reason and "silent for 10" in reason
+
+
+def test_the_hub_dies_with_its_agent(start_hub):
+    parent = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"]
+    hub = start_hub(parent=parent)
+    (child,) = psutil.Process(hub.process.pid).children()
+    hub.process.kill()
+    hub.process.wait()
+    child.wait(timeout=10)
+
+
+def test_the_hub_is_small_and_starts_fast(start_hub):
+    hub = start_hub(nodes=2)
+    process = psutil.Process(hub.process.pid)
+    cpu = process.cpu_times()
+    assert cpu.user + cpu.system <= 0.5, "seconds of CPU until the rendezvous file stands"
+    first, second = hub.agent(0), hub.agent(1)
+    started(hub, first, second)
+    assert process.memory_full_info().pss <= 40 * 2**20
+
+
+def test_ten_thousand_heartbeats_do_not_keep_the_hub_from_its_clock(start_hub):
+    hub = start_hub()
+    agent = hub.agent(0)
+    started(hub, agent)
+    for seq in range(10_000):
+        agent.link.send(Heartbeat(seq=seq))
+    before = time.monotonic()
+    with OperatorClient(hub.run_dir) as operator:
+        operator.status()
+    assert time.monotonic() - before < 5.0
+    assert agent.of(StartWorker)

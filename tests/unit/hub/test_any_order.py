@@ -1,0 +1,232 @@
+"""Whatever order reports, losses, deaths and restarts come in, the hub's promises hold."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from miles_hpc.config.schema import HealConfig
+from miles_hpc.hub.actions import Send
+from miles_hpc.hub.core import Phase
+from miles_hpc.wire.messages import StartWorker
+
+pytestmark = pytest.mark.unit
+
+NODES, GPUS = 3, 2
+HEAL = HealConfig(budget=3, window_s=60.0, backoff_s=1.0, max_backoff_s=4.0)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Three nodes with two GPUs each; what is under way may wait, be lost with its connection, or be repeated."""
+
+    make = None
+
+    def __init__(self):
+        super().__init__()
+        self.f = type(self).make()
+        for index in range(NODES):
+            self.f.join(index)
+        self.incarnations = 0
+        self.newest = {}
+
+    def agent(self, index):
+        return self.f.agents[index]
+
+    # ---------------------------------------------------------------------------------------------- rules
+    @rule(take=st.integers(0, 30))
+    def deliver(self, take):
+        """Reports arrive in any order between agents, in order from one agent."""
+        reports = self.f.reports
+        if reports:
+            peer = reports[take % len(reports)][0]
+            position = next(i for i, (sender, _) in enumerate(reports) if sender == peer)
+            self.f.receive(*reports.pop(position))
+
+    @rule()
+    def deliver_all(self):
+        self.f.settle()
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 5.0, 12.0]))
+    def wait(self, seconds):
+        end = self.f.now + seconds
+        while self.f.now < end:
+            self.beat_once()
+
+    def beat_once(self):
+        from miles_hpc.hub.actions import Tick
+        from miles_hpc.wire.messages import Heartbeat
+
+        self.f.now += 0.5
+        for agent in self.f.agents:
+            if not agent.silent:
+                self.f.receive(agent.peer, Heartbeat(seq=1))
+        self.f.apply(Tick())
+
+    @rule(index=st.integers(0, NODES - 1))
+    def send_table(self, index):
+        if not self.agent(index).silent:
+            # In order with what the agent reported before.
+            self.deliver_from(index)
+            self.f.table(index)
+
+    def deliver_from(self, index):
+        mine = [r for r in self.f.reports if r[0] == self.agent(index).peer]
+        self.f.reports = [r for r in self.f.reports if r[0] != self.agent(index).peer]
+        for report in mine:
+            self.f.receive(*report)
+
+    @rule(pick=st.integers(0, 50))
+    def a_worker_dies(self, pick):
+        rows = [row for agent in self.f.agents if not agent.silent for row in agent.table.values() if row.pid]
+        if rows:
+            worker = sorted(row.worker for row in rows)[pick % len(rows)]
+            for agent in self.f.agents:
+                if worker in agent.table and not agent.silent and agent.table[worker].pid:
+                    self.deliver_from(agent.index)
+                    if worker in agent.table:
+                        self.f.die(worker, settle=False)
+                    return
+
+    @rule(index=st.integers(0, NODES - 1))
+    def a_node_falls_silent(self, index):
+        self.agent(index).silent = True
+
+    @rule(index=st.integers(0, NODES - 1))
+    def a_node_is_heard_again(self, index):
+        """Its connection broke: what was under way is lost, and it says hello with its table."""
+        agent = self.agent(index)
+        if agent.silent:
+            agent.silent = False
+            self.f.reports = [r for r in self.f.reports if r[0] != agent.peer]
+            self.f.join(index)
+
+    @rule(index=st.integers(0, NODES - 1))
+    def an_agent_is_started_anew(self, index):
+        """Its warden has killed all workers; the hello repeats until the old incarnation is suspect."""
+        self.incarnations += 1
+        self.f.reports = [r for r in self.f.reports if r[0] != self.agent(index).peer]
+        agent = self.f.add_agent(index, gpus=GPUS, incarnation=f"n{self.incarnations}")
+        for _ in range(12):
+            agent.refused = None
+            self.f.join(index)
+            if agent.refused is None:
+                return
+            self.beat_others(index)
+        raise AssertionError(f"{agent.refused} after 6 s")
+
+    def beat_others(self, index):
+        silent, self.agent(index).silent = self.agent(index).silent, True
+        self.beat_once()
+        self.agent(index).silent = silent
+
+    @precondition(lambda self: not self.f.verdicts)
+    @rule()
+    def calm_makes_everything_run(self):
+        """Once all nodes are there and reports arrive, every desired cell runs, or the run has ended with a reason."""
+        for index in range(NODES):
+            self.a_node_is_heard_again(index)
+        for _ in range(8):
+            self.f.settle()
+            for _ in range(8):
+                self.beat_once()
+                self.f.settle()
+            for index in range(NODES):
+                self.f.table(index)
+        self.f.settle()
+        if self.f.verdicts:
+            assert "budget" in self.f.verdicts[0].reason
+        else:
+            assert set(self.f.phases().values()) == {"ready"}
+            running = {w for agent in self.f.agents for w in agent.table}
+            assert running == {w.id for cell in self.f.core.cells.values() for w in cell.workers}
+
+    # ----------------------------------------------------------------------------------------- invariants
+    @invariant()
+    def no_slot_is_used_twice(self):
+        used = [
+            (worker.node, slot)
+            for cell in self.f.core.cells.values()
+            for worker in cell.workers
+            if not worker.gone
+            for slot in worker.gpu_slots
+        ]
+        assert len(used) == len(set(used))
+        for agent in self.f.agents:
+            holders = self.f.core.nodes[agent.node].gpu_holders
+            wanted = [w for cell in self.f.core.cells.values() for w in cell.workers if w.node == agent.node]
+            for worker in wanted:
+                if not worker.gone:
+                    assert all(holders[slot][0] == worker.id for slot in worker.gpu_slots)
+
+    @invariant()
+    def a_real_process_of_a_gpu_is_known_before_its_slot_is_given_again(self):
+        for agent in self.f.agents:
+            node = self.f.core.nodes[agent.node]
+            if node.incarnation != agent.incarnation:
+                continue
+            held = {holder for holder, _ in node.gpu_holders.values()}
+            for row in agent.table.values():
+                if row.worker.startswith("gpu"):
+                    assert row.worker in held, (row, node.gpu_holders)
+
+    @invariant()
+    def generations_only_grow(self):
+        for cell in self.f.core.cells.values():
+            assert cell.generation >= self.newest.get(cell.id, cell.generation)
+            self.newest[cell.id] = cell.generation
+        for action in self.f.sent:
+            if isinstance(action, Send) and isinstance(action.message, StartWorker):
+                assert action.message.generation <= self.newest[action.message.worker.rpartition("-")[0]]
+
+    @invariant()
+    def budgets_are_respected(self):
+        for cell in self.f.core.cells.values():
+            recent = [t for t in cell.deaths if self.f.now - t <= HEAL.window_s]
+            assert len(recent) <= HEAL.budget
+
+    @invariant()
+    def only_complete_cells_are_published(self):
+        for cells in self.f.state.book.values():
+            for addrs in cells:
+                cell = self.f.cell(addrs.cell)
+                if self.f.verdicts:
+                    continue
+                assert cell.phase in (Phase.RESERVED, Phase.STARTING, Phase.READY)
+                assert addrs.generation == cell.generation
+                assert all(worker.ports is not None and not worker.gone for worker in cell.workers)
+
+    @invariant()
+    def one_verdict_at_most(self):
+        assert len(self.f.verdicts) <= 1
+        self.f.sent[:] = self.f.verdicts
+
+
+def test_promises_hold_in_any_order(fleet, pool):
+    def make():
+        return fleet(
+            pool("gpu", num_cells=2, num_workers_per_cell=2, num_gpus_per_worker=1),
+            pool("cpu", num_cells=2),
+            pool("reader", reads=("gpu",)),
+            nodes=NODES,
+            gpus=GPUS,
+            join=False,
+            heal=HEAL,
+        )
+
+    class Machine(AnyOrder):
+        pass
+
+    Machine.make = staticmethod(make)
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+            database=None,
+        ),
+    )
