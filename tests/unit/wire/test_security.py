@@ -1,0 +1,120 @@
+import json
+import stat
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+import zmq
+
+from miles_hpc.wire import messages
+from miles_hpc.wire.security import (
+    DATA,
+    ROLES,
+    KeyPair,
+    SecurityError,
+    authenticator,
+    create_secrets,
+    load_client,
+    load_keys,
+    role_keys,
+    secrets_dir,
+    sender_may_send,
+)
+
+pytestmark = pytest.mark.unit
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "messages.json").read_text())["messages"]
+
+
+def sample(kind):
+    return msgspec.convert({"type": kind.__name__, **GOLDEN[f"{kind.__name__}.minimal"]["fields"]}, kind)
+
+
+def test_secrets_are_for_the_owner_only(tmp_path):
+    create_secrets(tmp_path, 1)
+    directory = secrets_dir(tmp_path, 1)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+    assert modes == {f"{name}.json": 0o600 for name in (*ROLES, DATA)}
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(directory.parent.stat().st_mode) == 0o700
+
+
+def test_each_role_and_attempt_has_its_own_keys(tmp_path):
+    create_secrets(tmp_path, 1)
+    create_secrets(tmp_path, 2)
+    found = [load_keys(tmp_path, attempt, name) for attempt in (1, 2) for name in (*ROLES, DATA)]
+    assert len({keys.public for keys in found}) == len({keys.secret for keys in found}) == 8
+
+
+def test_keys_that_exist_are_kept(tmp_path):
+    create_secrets(tmp_path, 1)
+    before = load_client(tmp_path, 1, "agent")
+    create_secrets(tmp_path, 1)
+    assert load_client(tmp_path, 1, "agent") == before
+
+
+def test_missing_and_broken_keys_are_named(tmp_path):
+    with pytest.raises(SecurityError, match=r"no agent key of attempt 1 in .*agent\.json"):
+        load_client(tmp_path, 1, "agent")
+    create_secrets(tmp_path, 1)
+    (secrets_dir(tmp_path, 1) / "agent.json").write_text("{")
+    with pytest.raises(SecurityError, match="no agent key"):
+        load_client(tmp_path, 1, "agent")
+
+
+def test_a_secret_does_not_get_into_logs():
+    keys = KeyPair.generate()
+    assert keys.secret not in repr(keys)
+    assert keys.secret not in f"{[keys]}"
+
+
+def test_role_keys_lists_the_public_halves(tmp_path):
+    create_secrets(tmp_path, 1)
+    worker = load_client(tmp_path, 1, "worker")
+    assert role_keys(tmp_path, 1, ("worker",)) == {worker.public.encode(): "worker"}
+    assert sorted(role_keys(tmp_path, 1).values()) == sorted(ROLES)
+
+
+@pytest.mark.parametrize("kind", get_args(messages.ToHub), ids=lambda kind: kind.__name__)
+def test_a_message_may_be_sent_by_one_role_only(kind):
+    senders = {"agent": messages.FromAgent, "worker": messages.FromClient, "operator": messages.FromOperator}
+    expected = [role for role, union in senders.items() if kind in get_args(union)]
+    message = sample(kind)
+    assert [role for role in ROLES if sender_may_send(role, message)] == expected
+    assert len(expected) == 1
+
+
+@pytest.mark.parametrize("role", ["", "None", "root", "data", "Agent"])
+def test_an_unknown_role_may_send_nothing(role):
+    assert not any(sender_may_send(role, sample(kind)) for kind in get_args(messages.ToHub))
+
+
+def test_nobody_may_send_the_hub_its_own_orders():
+    orders = set(get_args(messages.FromHub)) - set(get_args(messages.ToHub))
+    assert not any(sender_may_send(role, sample(kind)) for role in ROLES for kind in orders)
+
+
+def test_a_context_has_one_handler():
+    with zmq.Context() as context:
+        first = authenticator(context)
+        assert authenticator(context) is first
+        first.close()
+        second = authenticator(context)
+        assert second is not first
+        second.close()
+
+
+def test_a_request_that_is_no_zap_request_is_denied_and_does_not_end_the_handler():
+    with zmq.Context() as context:
+        handler = authenticator(context)
+        handler.allow("d", {})
+        with context.socket(zmq.REQ) as socket:
+            socket.linger = 0
+            socket.connect("inproc://zeromq.zap.01")
+            for request in ([b""], [b"1.0"] * 3, [b"1.0", b"7", b"d", b"a", b"", b"NULL"], [b"x"] * 7):
+                socket.send_multipart(request)
+                assert socket.poll(10_000)
+                assert socket.recv_multipart()[2] == b"400"
+        assert handler.denied("d") == 1
+        handler.close()
