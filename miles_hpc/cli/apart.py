@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,6 +28,8 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
+        # A group of its own, so that an interrupted parent ends this process together with what it started.
+        os.setpgid(0, 0)
         os.close(read_end)
         code = 1
         try:
@@ -39,6 +43,11 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         with os.fdopen(read_end) as answers:
             text = answers.read()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
+            os.killpg(child, signal.SIGKILL)
+        raise
     finally:
         _, status = os.waitpid(child, 0)
     if not text:

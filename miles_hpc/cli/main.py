@@ -6,9 +6,9 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from miles_hpc.cli.exits import BAD_INPUT, refuse
+from miles_hpc.cli.exits import BAD_INPUT, CANCELLED, FAILED, refuse
 
 # Started by programs, with arguments of their own: module that holds `main(argv)`.
 _PROGRAMS = {"agent": "miles_hpc.agent.run", "hub": "miles_hpc.hub.run"}
@@ -16,6 +16,9 @@ _PROGRAMS = {"agent": "miles_hpc.agent.run", "hub": "miles_hpc.hub.run"}
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose refusals are one line, like every other bad input."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise SystemExit(refuse(f"{message}: see `{self.prog} --help`"))
@@ -33,10 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, function = arguments.call.split(":")
     try:
         return int(getattr(importlib.import_module(f"miles_hpc.cli.{module}"), function)(arguments))
+    except KeyboardInterrupt:
+        return CANCELLED
     except BrokenPipeError:
         # The reader of our output (head, less) is gone; nothing is left to say to it.
         sys.stderr.close()
-        return 1
+        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -300,8 +300,6 @@ def claim_run_dir(run_dir: Path, *, resume: bool) -> bool:
         raise ConfigError(f"{start}: holds a run already: add --resume to continue it, or choose another directory")
     if resume and not holds_run:
         raise ConfigError(f"{start}: holds no run to resume: drop --resume, or name the directory of a run")
-    if not holds_run and run_dir.is_dir() and any(run_dir.iterdir()):
-        raise ConfigError(f"{start}: is not empty and holds no run: choose another directory")
     made = not run_dir.is_dir()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -34,11 +34,9 @@ class Loaded:
     origins: dict[str, str]
 
     def origin(self, keys: Iterable[str]) -> str:
-        """The file that a message about these keys should name: the last set one's, else the first file."""
-        for key in keys:
-            if key in self.origins:
-                return self.origins[key]
-        return self.origins.get("", "defaults")
+        """The files that set these keys, for a message about them; the first run file where all are defaults."""
+        places = list(dict.fromkeys(self.origins[key] for key in keys if key in self.origins))
+        return " and ".join(places) or self.origins.get("", "defaults")
 
 
 def recipes_dir() -> Path:

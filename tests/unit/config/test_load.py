@@ -149,6 +149,7 @@ def test_the_origin_of_each_key_is_kept(tmp_path):
     assert loaded.origin(["rollout.batch_size"]) == "--set"
     assert loaded.origin(["steps"]) == str(one)
     assert loaded.origin(["train.ranks"]) == str(one)
+    assert loaded.origin(["steps", "rollout.batch_size", "train.ranks"]) == f"{one} and --set"
 
 
 def test_own_code_beside_the_run_file_is_found_only_where_a_dotted_path_is_used(tmp_path, monkeypatch):
