@@ -12,7 +12,7 @@ import aiohttp
 
 from miles_hpc.inference.answers import AnswerInvalid, Generation, SamplingParams, Span, parse_answer
 from miles_hpc.inference.engine_api import UNPUBLISHED
-from miles_hpc.inference.http_session import brief
+from miles_hpc.inference.http_session import Withdrawn, brief, while_listed
 from miles_hpc.inference.router_api import RouterApi, RouterError
 
 __all__ = [
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
-_ADDRESS_CHECK_S = 1.0
 _PROGRESS_S = 10.0
 _REJECTED = frozenset({400, 401, 403, 413, 422})
 
@@ -174,21 +173,13 @@ class GenerateClient:
         url = self._router_url()
         if url is None:
             raise NoRouter("no router is in the address book")
-        request = asyncio.ensure_future(self._post(url, payload, headers))
+        call = self._post(url, payload, headers)
         try:
-            # A router whose node lost power closes no connection; leaving the address book is the only sign of it.
-            while True:
-                left = deadline - time.monotonic()
-                done, _ = await asyncio.wait({request}, timeout=max(0.0, min(left, _ADDRESS_CHECK_S)))
-                if done:
-                    break
-                if left <= 0:
-                    raise RequestLost(f"router {url} did not answer before the deadline")
-                if self._router_url() != url:
-                    raise RequestLost(f"router {url} was withdrawn with the request in flight")
-            status, body = request.result()
-        finally:
-            request.cancel()
+            status, body = await while_listed(call, lambda: self._router_url() == url, deadline - time.monotonic())
+        except Withdrawn as error:
+            raise RequestLost(f"router {url} was withdrawn with the request in flight") from error
+        except asyncio.TimeoutError as error:
+            raise RequestLost(f"router {url} did not answer before the deadline") from error
         if status != 200:
             raise await self._failure(url, status, body)
         try:
@@ -207,7 +198,7 @@ class GenerateClient:
                 return response.status, await response.read()
         except aiohttp.ClientConnectorError as error:
             raise RouterRefused(f"router {url} refused the connection: {error}") from error
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise RequestLost(f"router {url}: {type(error).__name__}: {error}") from error
 
     async def _failure(self, url: str, status: int, body: bytes) -> GenerateError:

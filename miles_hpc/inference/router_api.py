@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
@@ -81,14 +80,6 @@ class RouterApi:
             if worker.url == base_url(url):
                 await self._call("DELETE", f"/workers/{worker.id}", expect=(200, 202, 204, 404))
         await self._poll(url, timeout_s, "gone from the list", lambda found: not found)
-
-    async def remove_all_but(self, keep: Iterable[str]) -> list[str]:
-        """Take every url from the list that is not in `keep`; returns those urls."""
-        wanted = {base_url(url) for url in keep}
-        extra = sorted({w.url for w in await self.workers()} - wanted)
-        for url in extra:
-            await self.remove(url)
-        return extra
 
     async def _poll(self, url: str, timeout_s: float, what: str, done: Any) -> None:
         deadline = time.monotonic() + timeout_s

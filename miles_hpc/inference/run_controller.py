@@ -28,7 +28,7 @@ async def control(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     async with open_http() as http:
         service = ControllerService(
             http,
-            hub.post_replace_cell,
+            hub.replace_cell,
             engines_wanted=settings.engines,
             start_deadline_s=settings.start_deadline_s,
             window_timeout_s=settings.window_timeout_s,

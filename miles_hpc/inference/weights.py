@@ -75,7 +75,7 @@ async def update_from_disk(
         updated.append(engine)
         if not outcome:
             unflushed.append(engine.cell)
-    unreachable = sum(isinstance(outcome, EngineUnreachable) for outcome in outcomes)
+    unreachable = sum(isinstance(outcome, (EngineUnreachable, asyncio.TimeoutError)) for outcome in outcomes)
     if not updated and len(failed) > unreachable:
         reasons = "; ".join(f"{cell}: {reason}" for cell, reason in failed.items())
         raise WeightsNotTaken(f"weights {version} from {path} reached no engine: {reasons}")
