@@ -10,13 +10,14 @@ import argparse
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from miles_hpc.engine import rendering
+from miles_hpc.engine.chat_tokenizer import ModelDirError
 from miles_hpc.engine.parsing import parse_chat, parse_generate
 from miles_hpc.engine.requests import Backend, BadRequestError, PauseMode, Request, Result, Sampling
 
@@ -28,6 +29,11 @@ FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
     "(When there are running or waiting requests, the operation will not be performed.)\n"
 )
+
+
+class PortTakenError(OSError):
+    """The address is in use, or not one of this machine's."""
+
 
 _log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -233,11 +239,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context-length", type=int, default=0, help="longest sequence; 0: the model's")
 
 
+def run_program(parser: argparse.ArgumentParser, program: Coroutine[Any, Any, None]) -> int:
+    """Run a server to its end; a model directory or port that cannot be used is one line on stderr, status 2 or 1."""
+    try:
+        asyncio.run(program)
+    except ModelDirError as error:
+        parser.exit(2, f"error: {error}\n")
+    except PortTakenError as error:
+        parser.exit(1, f"error: {error}\n")
+    return 0
+
+
 async def serve(backend: Backend, host: str, port: int) -> None:
     """Serve until SIGTERM or SIGINT, then abort what runs and return.
 
     Raises:
-        OSError: when the port is taken.
+        PortTakenError: when the port cannot be listened on.
         Exception: whatever the engine failed with.
     """
     stopped = asyncio.Event()
@@ -254,7 +271,10 @@ async def serve(backend: Backend, host: str, port: int) -> None:
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        try:
+            await web.TCPSite(runner, host, port, backlog=1024).start()
+        except OSError as error:
+            raise PortTakenError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         _log.info("%s engine serves %s on %s:%d", backend.kind, backend.model_path, host, port)
         await asyncio.wait([stop, failed], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from miles_hpc.engine.chat_tokenizer import ChatTokenizer, ModelDirError
+from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.engine.requests import (
     ABORTED,
     Load,
@@ -338,19 +338,15 @@ async def _main(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the fake engine until SIGTERM; 2 when the model directory is not usable."""
-    from miles_hpc.engine.api import add_arguments
+    """Run the fake engine until SIGTERM; 2 when the model directory is not usable, 1 when the port is not."""
+    from miles_hpc.engine.api import add_arguments, run_program
 
     parser = argparse.ArgumentParser(prog="python -m miles_hpc.engine.fake", description="Scripted engine for tests.")
     add_arguments(parser)
     parser.add_argument("--token-ms", type=float, default=1.0, help="time that one token takes, in milliseconds")
     args = parser.parse_args(argv)
     setup_logging()
-    try:
-        asyncio.run(_main(args))
-    except ModelDirError as error:
-        parser.exit(2, f"error: {error}\n")
-    return 0
+    return run_program(parser, _main(args))
 
 
 if __name__ == "__main__":

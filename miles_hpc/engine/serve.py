@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 
-from miles_hpc.engine.api import add_arguments, serve
-from miles_hpc.engine.chat_tokenizer import ModelDirError
+from miles_hpc.engine.api import add_arguments, run_program, serve
 from miles_hpc.wire.program import setup_logging
 
 
@@ -26,7 +24,7 @@ async def _main(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM; 2 when the model directory is not usable."""
+    """Serve until SIGTERM; 2 when the model directory is not usable, 1 when the port is not."""
     parser = argparse.ArgumentParser(prog="python -m miles_hpc.engine.serve", description="Embedded CPU engine.")
     add_arguments(parser)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
@@ -34,11 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     # Read by OpenMP when torch is imported.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     setup_logging()
-    try:
-        asyncio.run(_main(args))
-    except ModelDirError as error:
-        parser.exit(2, f"error: {error}\n")
-    return 0
+    return run_program(parser, _main(args))
 
 
 if __name__ == "__main__":
