@@ -136,8 +136,6 @@ def test_garbage_and_messages_above_a_role_never_end_the_loop(start_hub, raw_lin
         package_version="",
         digest="",
     )
-        incarnation="x", node_index=0, node_key="k", host="h", pid=1, address="127.0.0.1", package_version="", digest=""
-    )
     for link in (worker, operator):
         assert link.send(hello)
         deadline, codes = time.monotonic() + 10, []

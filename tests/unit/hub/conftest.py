@@ -62,6 +62,8 @@ class ScriptedAgent:
     silent: bool = False
     left: bool = False
     reserve_error: str = ""
+    backlog: list[object] = field(default_factory=list)
+    """Orders that wait in its connection while it is silent."""
 
     @property
     def node(self) -> str:
@@ -180,9 +182,21 @@ class Fleet:
         for action in actions:
             if isinstance(action, Send):
                 for agent in self.agents:
-                    if agent.peer == action.peer and not agent.silent:
+                    if agent.peer != action.peer:
+                        continue
+                    if agent.silent:
+                        agent.backlog.append(action.message)
+                    else:
                         self.reports += [(agent.peer, report) for report in agent.take(action.message)]
         return actions
+
+    def resume(self, index: int) -> None:
+        """A silent agent goes on, on the connection that it had: the orders that waited there reach it."""
+        agent = self.agents[index]
+        agent.silent = False
+        backlog, agent.backlog = agent.backlog, []
+        for order in backlog:
+            self.reports += [(agent.peer, report) for report in agent.take(order)]
 
     def settle(self) -> None:
         """Let every report reach the hub, until nothing is under way."""

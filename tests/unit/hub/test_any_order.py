@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.hub.actions import Send
 from miles_hpc.hub.core import Phase
-from miles_hpc.wire.messages import StartWorker
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import PortsReserved, StartWorker, WorkerExited, WorkerReady, WorkerStarted
 
 pytestmark = pytest.mark.unit
 
@@ -97,8 +98,41 @@ class AnyOrder(RuleBasedStateMachine):
         agent = self.agent(index)
         if agent.silent:
             agent.silent = False
+            agent.backlog.clear()
             self.f.reports = [r for r in self.f.reports if r[0] != agent.peer]
             self.f.join(index)
+
+    @rule(index=st.integers(0, NODES - 1))
+    def a_node_goes_on(self, index):
+        """It was only slow: its connection stood, and nothing is lost."""
+        if self.agent(index).silent:
+            self.f.resume(index)
+
+    @rule(pick=st.integers(0, 1000))
+    def a_report_of_an_old_generation_is_repeated(self, pick):
+        cell = list(self.f.core.cells.values())[pick % len(self.f.core.cells)]
+        if not cell.workers or cell.generation.n < 2:
+            return
+        worker = cell.workers[pick % len(cell.workers)]
+        (agent,) = [agent for agent in self.f.agents if agent.node == worker.node]
+        old = {"worker": worker.id, "generation": Generation(cell.generation.epoch, cell.generation.n - 1)}
+        if agent.peer not in self.f.core.node_of_peer or agent.silent:
+            return
+        stale = [
+            PortsReserved(ports={"http": 1}, **old),
+            PortsReserved(error="stale", **old),
+            WorkerStarted(pid=99999, **old),
+            WorkerReady(**old),
+            WorkerExited(exit_code=1, **old),
+        ]
+        self.deliver_from(agent.index)
+        if self.f.verdicts or cell.generation != Generation(old["generation"].epoch, old["generation"].n + 1):
+            return
+        before = (cell.phase, worker.ready, worker.gone, worker.ports, worker.pid)
+        if worker not in cell.workers or self.f.core.nodes[worker.node].strays:
+            return
+        self.f.receive(agent.peer, stale[pick % len(stale)])
+        assert before == (cell.phase, worker.ready, worker.gone, worker.ports, worker.pid)
 
     @rule(index=st.integers(0, NODES - 1))
     def an_agent_is_started_anew(self, index):
