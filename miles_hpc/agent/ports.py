@@ -7,6 +7,7 @@ for as long as the worker lives, and `busy` is asked right before the program st
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -67,21 +68,33 @@ def can_bind(address: str, port: int, *, fresh: bool = False) -> bool:
 
 def holders(port: int) -> list[tuple[int, str]]:
     """(pid, command) of the processes that listen on a port, as far as this user may see them."""
-    inodes = set(_socket_inodes(port))
-    found = []
-    for directory in Path("/proc").iterdir() if inodes else ():
-        if not directory.name.isdigit():
-            continue
-        try:
-            links = [str(descriptor.readlink()) for descriptor in (directory / "fd").iterdir()]
-        except OSError:
-            continue
-        if any(link.startswith("socket:[") and link[8:-1] in inodes for link in links):
-            found.append((int(directory.name), procfs.command_line(int(directory.name))))
-    return found
+    inodes = set(_listening_inodes(port))
+    if not inodes:
+        return []
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [(pid, procfs.command_line(pid)) for pid in pids if _has_socket(pid, inodes)]
 
 
-def _socket_inodes(port: int) -> Iterator[str]:
+def is_served_by(port: int, pids: Iterable[int]) -> bool:
+    """Whether one of these processes listens on a port, on whatever address; also True when that cannot be seen."""
+    inodes = set(_listening_inodes(port))
+    return not inodes or any(_has_socket(pid, inodes) for pid in pids)
+
+
+def _has_socket(pid: int, inodes: set[str]) -> bool:
+    try:
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            link = str(descriptor.readlink())
+            if link.startswith("socket:[") and link[8:-1] in inodes:
+                return True
+    return False
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]

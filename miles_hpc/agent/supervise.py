@@ -235,6 +235,10 @@ class Supervisor:
         mark, _ = procfs.mark_of(process.pid)
         return next((name for name, worker in self.workers.items() if worker.mark == mark), None)
 
+    def pids(self, name: str) -> list[int]:
+        """The living processes of a worker."""
+        return [process.pid for process in self.observe()[name]]
+
     def next_deadline(self) -> float:
         """When `advance` has something to do, on this supervisor's clock."""
         checks = [worker.check_at for worker in self.workers.values() if worker.stopping]

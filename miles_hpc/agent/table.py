@@ -12,7 +12,7 @@ from typing import Literal
 
 from miles_hpc.agent import inventory, procfs
 from miles_hpc.agent.log import JsonLog
-from miles_hpc.agent.ports import PortError, Ports
+from miles_hpc.agent.ports import PortError, Ports, describe_holder, is_served_by
 from miles_hpc.agent.probes import Finding, Probes
 from miles_hpc.agent.scratch import Scratch
 from miles_hpc.agent.supervise import Cause, Exit, SpawnError, Supervisor
@@ -46,6 +46,8 @@ class Row:
     log_path: str = ""
     scratch: Path | None = None
     oom_kills: int | None = None
+    probed: str = ""
+    """Name of the port that the probe uses."""
 
 
 class WorkerTable:
@@ -123,11 +125,12 @@ class WorkerTable:
                 self._report_unstarted(order.worker, order.generation, "spawn_failed", text)
             return
         if row is None or row.generation < order.generation:
-            row = self._rows[order.worker] = Row(order.worker, order.generation, ports=order.ports)
+            row = self._rows[order.worker] = Row(order.worker, order.generation)
         elif row.generation > order.generation:
             text = f"generation {order.generation} is older than {row.generation}, which is reserved"
             self._report_unstarted(order.worker, order.generation, "spawn_failed", text)
             return
+        row.ports = order.ports
         error = "" if accept else "the agent is leaving"
         error = error or self._spawn(row, order)
         if error:
@@ -176,7 +179,8 @@ class WorkerTable:
         if order.probe.kind == "none":
             self._ready(row)
         else:
-            target = HostAndPort(self._ports.address, order.ports[order.probe.port])
+            row.probed = order.probe.port
+            target = HostAndPort(self._ports.address, row.ports[row.probed])
             self._probes.add(row.worker, row.generation, order.probe, target)
         return ""
 
@@ -213,12 +217,21 @@ class WorkerTable:
         if row is None or row.generation != finding.generation or row.state == "stopping":
             return
         if finding.kind == "ready":
-            self._ready(row)
+            self._on_served(row)
         else:
             self._log.write(
                 finding.kind, "warning", worker=row.worker, generation=str(row.generation), text=finding.text
             )
             self._stop(row, finding.kind, finding.text, None)
+
+    def _on_served(self, row: Row) -> None:
+        """Something answers on the worker's port: is it the worker?"""
+        port = row.ports[row.probed]
+        if is_served_by(port, self._supervisor.pids(row.worker)):
+            self._ready(row)
+        else:
+            text = f"port {port} ({row.probed!r}) is served by another process ({describe_holder(port)})"
+            self._stop(row, "spawn_failed", text, None)
 
     def _ready(self, row: Row) -> None:
         row.state = "ready"
@@ -232,7 +245,7 @@ class WorkerTable:
         cause, text = ended.cause, ended.text
         if cause == "exited" and by_slurm:
             cause = "stopped_by_slurm"
-        if cause == "exited" and row.state == "starting" and ended.exit_code and _ADDRESS_IN_USE.search(tail[-8192:]):
+        if cause == "exited" and ended.exit_code and _ADDRESS_IN_USE.search(tail[-8192:]):
             text = f"another process took one of its ports {row.ports} first (EADDRINUSE); {text}".rstrip("; ")
         if ended.leftovers:
             text = f"{text}; {ended.leftovers} processes that it had started were killed".lstrip("; ")

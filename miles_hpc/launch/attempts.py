@@ -171,7 +171,7 @@ def registry_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def register(run_dir: Path, attempt: Attempt, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Note a run in the registry, so that other commands find it by its id.
 
-    None: there is no place to write to, which harms no run. Two run directories with one name share an entry: the newest
+    None: there is no place to write to, which harms no run. Two run directories of one name share an entry: the newest
     start has it.
     """
     directory = registry_dir(environ)

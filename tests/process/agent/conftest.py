@@ -76,16 +76,14 @@ class FakeHub:
                 node = node_id(message.node_index)
                 self.peers[node] = peer
                 self.hellos[node] = message
-                self.send(
-                    node, Welcome(node=node, epoch=1, heartbeat=self._heartbeat, run_id=self.run_id, attempt=0)
-                )
+                self.send(node, Welcome(node=node, epoch=1, heartbeat=self._heartbeat, run_id=self.run_id, attempt=0))
             node = next((name for name, known in self.peers.items() if known == peer), "?")
             self.heard.append((node, message))
 
     def send(self, node: str, message: Message) -> None:
         assert self.socket.send(self.peers[node], message)
 
-    def until(self, found: Callable[[], M | None | bool], what: str, timeout_s: float = 15.0) -> M:
+    def until(self, found: Callable[[], M | bool | None], what: str, timeout_s: float = 15.0) -> M:
         deadline = time.monotonic() + timeout_s
         while not (value := found()):
             assert time.monotonic() < deadline, f"no {what} within {timeout_s} s; heard {self.heard[-20:]}"
@@ -115,7 +113,9 @@ class FakeHub:
         self.until(lambda: node in self.hellos, f"hello of {node}")
         return self.hellos[node]
 
-    def reserve(self, worker: str, ports: list[PortInfo], n: int = 1, node: str = "node-00000", **extra: object) -> PortsReserved:
+    def reserve(
+        self, worker: str, ports: list[PortInfo], n: int = 1, node: str = "node-00000", **extra: object
+    ) -> PortsReserved:
         generation = Generation(1, n)
         self.send(node, ReservePorts(worker=worker, generation=generation, ports=ports, **extra))  # type: ignore[arg-type]
         return self.expect(PortsReserved, worker, generation)

@@ -191,7 +191,9 @@ def test_a_stop_of_what_does_not_run_is_confirmed(hub, node):
 def test_a_program_that_does_not_exist_is_reported_by_name(hub, node):
     hub.send(
         "node-00000",
-        StartWorker(worker=WORKER, generation=Generation(1, 1), argv=["no-such-program"], env={}, ports={}, probe=Probe()),
+        StartWorker(
+            worker=WORKER, generation=Generation(1, 1), argv=["no-such-program"], env={}, ports={}, probe=Probe()
+        ),
     )
     ended = hub.exited(WORKER)
     assert ended.cause == "spawn_failed" and "no-such-program" in ended.text

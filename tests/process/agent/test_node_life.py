@@ -1,0 +1,243 @@
+"""What happens to a node when one of its own processes dies, and what nodes and runs do to each other: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from miles_hpc.agent import procfs
+from miles_hpc.config.load import write_resolved
+from miles_hpc.config.schema import Config
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import Goodbye, Shutdown, WorkerExited
+
+from .conftest import FakeHub, Nodes, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()"
+FAMILY = f"""
+import os, signal, subprocess, sys
+subprocess.Popen([sys.executable, "-c", {STUBBORN!r}])
+subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], start_new_session=True, env={{}})
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        exec({STUBBORN!r})
+    os._exit(0)
+os.wait()
+print("started", flush=True)
+signal.pause()
+"""
+WORKER = "pool-00000-00000"
+
+
+@pytest.fixture
+def family(hub, node, nodes) -> list[procfs.Process]:
+    """A worker with grandchildren of every kind; all processes below the warden but the agent."""
+    hub.start(WORKER, FAMILY)
+    log = nodes.run_dir / "logs/attempt-0/node-00000" / f"{WORKER}.g1-1.log"
+    hub.until(lambda: log.exists() and "started" in log.read_text(), "family")
+    table = procfs.snapshot()
+    found = procfs.descendants(table, node.pid)
+    assert len(found) == 5
+    return found
+
+
+def _gone(processes: list[procfs.Process]) -> bool:
+    return all(procfs.start_time(process.pid) != process.start for process in processes)
+
+
+def test_the_warden_kills_what_a_killed_agent_leaves(hub, node, nodes, family):
+    os.kill(node.pid, signal.SIGKILL)
+    assert nodes.wardens["node-00000"].wait(5) == 1
+    assert _gone(family)
+    assert nodes.marked() == []
+    assert "killed by signal 9" in (nodes.run_dir / "logs/attempt-0/node-00000/warden.log").read_text()
+
+
+def test_the_agent_sweeps_and_leaves_when_its_warden_is_killed(hub, node, nodes, family):
+    nodes.wardens["node-00000"].kill()
+    assert eventually(lambda: procfs.read_process(node.pid) is None, 8)
+    assert _gone(family)
+    assert nodes.marked() == []
+    assert "warden" in hub.expect(Goodbye).reason
+
+
+def test_term_to_the_warden_stops_the_node_in_time(hub, node, nodes, family):
+    started = time.monotonic()
+    nodes.wardens["node-00000"].terminate()
+    assert nodes.wardens["node-00000"].wait(9) == 1
+    assert time.monotonic() - started < 8
+    assert _gone(family)
+    assert hub.expect(WorkerExited).cause == "stopped"
+
+
+def test_direct_workers_die_when_warden_and_agent_are_killed_together(hub, node, nodes, family):
+    nodes.wardens["node-00000"].kill()
+    os.kill(node.pid, signal.SIGKILL)
+    direct = [process for process in family if process.ppid == node.pid and process.session == process.pid]
+    assert eventually(lambda: any(procfs.start_time(p.pid) != p.start for p in direct), 5)
+    # The rest lives until the next agent of this node sweeps; what wiped its environment is beyond its reach.
+    nodes.start()
+    del hub.hellos["node-00000"]
+    second = hub.join()
+    assert second.incarnation != node.incarnation
+    survivors = [p for p in family if procfs.start_time(p.pid) == p.start]
+    wiped = [p for p in survivors if procfs.environ(p.pid) == {}]
+    try:
+        assert eventually(lambda: _gone([p for p in family if p not in wiped]), 5)
+    finally:
+        procfs.kill_all(wiped)
+
+
+def test_a_second_incarnation_leaves_the_workers_of_living_agents_alone(hub, node, nodes):
+    """Two nodes share one pid space: neither start nor death of one touches the other's workers."""
+    nodes.start(1)
+    other = hub.join("node-00001")
+    here = hub.start(WORKER, STUBBORN)
+    there = hub.start("pool-00001-00000", STUBBORN, node="node-00001")
+    os.kill(other.pid, signal.SIGKILL)
+    assert nodes.wardens["node-00001"].wait(5) == 1
+    assert procfs.read_process(there.pid) is None
+    assert procfs.read_process(here.pid) is not None
+    assert [p.pid for p in nodes.marked(WORKER)] == [here.pid]
+
+
+def test_two_runs_of_one_name_do_not_touch_each_other(hub, node, nodes, tmp_path):
+    twin_dir = tmp_path / "elsewhere" / nodes.run_dir.name
+    twin_dir.mkdir(parents=True)
+    write_resolved(Config(), twin_dir)
+    from miles_hpc.wire.security import create_secrets
+
+    create_secrets(twin_dir, 0)
+    twin_nodes, twin_hub = Nodes(twin_dir), FakeHub(twin_dir, nodes.run_id)
+    try:
+        twin_hub.publish()
+        mine = hub.start(WORKER, STUBBORN)
+        twin_nodes.start()
+        twin = twin_hub.join()
+        theirs = twin_hub.start(WORKER, STUBBORN)
+        os.kill(twin.pid, signal.SIGKILL)
+        assert twin_nodes.wardens["node-00000"].wait(5) == 1
+        assert procfs.read_process(theirs.pid) is None
+        assert procfs.read_process(mine.pid) is not None
+    finally:
+        twin_nodes.close()
+        twin_hub.close()
+
+
+def test_the_wardens_end_with_the_process_that_started_them(hub, nodes, run_dir):
+    launcher = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import signal
+from pathlib import Path
+from conftest import Nodes
+nodes = Nodes(Path({str(run_dir)!r}))
+nodes.start()
+signal.pause()
+"""
+    process = subprocess.Popen([sys.executable, "-c", launcher])
+    hello = hub.join()
+    hub.start(WORKER, STUBBORN)
+    process.kill()
+    process.wait()
+    assert eventually(lambda: nodes.marked() == [], 9)
+    assert procfs.read_process(hello.pid) is None
+
+
+def test_an_agent_without_a_hub_gives_up_by_name(nodes, run_dir):
+    from miles_hpc.config.timing import Timing
+
+    write_resolved(Config(timing=Timing(join=0.5)), run_dir)
+    warden = nodes.start()
+    assert warden.wait(5) == 1
+    log = (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
+    assert "no hub in" in log and "timing.join" in log
+
+
+def test_a_wrong_key_is_named_within_three_seconds(nodes, run_dir):
+    from miles_hpc.wire.security import create_secrets, secrets_dir
+
+    hub = FakeHub(run_dir, nodes.run_id)
+    try:
+        hub.publish()
+        (secrets_dir(run_dir, 0) / "agent.json").unlink()
+        create_secrets(run_dir, 0)
+        started = time.monotonic()
+        warden = nodes.start()
+        assert eventually(lambda: warden.poll() is not None, 5)
+        assert warden.poll() == 1
+        assert time.monotonic() - started < 3
+        assert "does not know this process's key" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
+    finally:
+        hub.close()
+
+
+def test_a_silent_hub_ends_the_node_after_its_grace(nodes, run_dir):
+    from miles_hpc.config.timing import Timing
+
+    fast = Timing(
+        heartbeat=0.1, suspect=0.4, dead=0.5, failover_max=0.6, hub_stall=0.7, fence=5.8, hub_grace=6.0, join=5.0
+    )
+    write_resolved(Config(timing=fast), run_dir)
+    hub = FakeHub(run_dir, nodes.run_id)
+    warden = nodes.start()
+    try:
+        hub.publish()
+        hub.join()
+        hub.start(WORKER, STUBBORN)
+        silent_since = time.monotonic()
+        assert warden.wait(20) == 1
+        assert 5.5 < time.monotonic() - silent_since < 12
+        assert nodes.marked() == []
+        assert "timing.hub_grace" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
+    finally:
+        hub.close()
+
+
+def test_warden_and_agent_are_small_and_start_fast(nodes, run_dir):
+    hub = FakeHub(run_dir, nodes.run_id)
+    try:
+        hub.publish()
+        started = time.monotonic()
+        warden = nodes.start()
+        hello = hub.join()
+        seconds = time.monotonic() - started
+        pss = sum(_pss_kib(pid) for pid in (warden.pid, hello.pid))
+        assert pss < 60 * 1024, f"{pss} KiB"
+        assert seconds < 1.0, f"{seconds:.2f} s (0.5 s on an idle machine)"
+        loaded = Path(f"/proc/{hello.pid}/maps").read_text()
+        assert "torch" not in loaded
+        hub.send("node-00000", Shutdown(reason="done"))
+        assert warden.wait(5) == 0
+    finally:
+        hub.close()
+
+
+def _pss_kib(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1])
+    raise AssertionError(f"no Pss of {pid}")
+
+
+def test_the_agent_imports_no_heavy_package():
+    code = "import sys; import miles_hpc.agent.run; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert not loaded & {"torch", "transformers", "submitit", "numpy", "aiohttp", "rich", "tomli_w"}
+
+
+def test_the_generation_of_a_report_is_the_order_s(hub, node):
+    hub.start(WORKER, "pass", n=9)
+    assert hub.exited(WORKER, n=9).generation == Generation(1, 9)
