@@ -89,12 +89,17 @@ class RpcLink:
         self.socket = socket
         self._connected = address
 
+    def pump_events(self) -> None:
+        """Handle what the monitor reports."""
+        if self.monitor is not None:
+            for event in drain_monitor(self.monitor):
+                self._on_event(event["event"])
+
     def pump(self) -> bool:
         """Handle events and messages; True when the limit of one turn was reached and more may wait."""
-        if self.socket is None or self.monitor is None:
+        self.pump_events()
+        if self.socket is None:
             return False
-        for event in drain_monitor(self.monitor):
-            self._on_event(event["event"])
         for _ in range(100):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -191,30 +196,48 @@ class RpcClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def call(self, method: str, params: Any = None, *, frames: Iterable[Buffer] = (), timeout_s: float) -> Any:
-        """Call and return the handler's value. Raises as `call_frames`."""
-        return (await self.call_frames(method, params, frames=frames, timeout_s=timeout_s))[0]
+    async def call(
+        self,
+        method: str,
+        params: Any = None,
+        *,
+        frames: Iterable[Buffer] = (),
+        timeout_s: float,
+        idempotent: bool = False,
+    ) -> Any:
+        """Call and return the handler's value. Arguments and errors as `call_frames`."""
+        return (await self.call_frames(method, params, frames=frames, timeout_s=timeout_s, idempotent=idempotent))[0]
 
     async def call_frames(
-        self, method: str, params: Any = None, *, frames: Iterable[Buffer] = (), timeout_s: float
+        self,
+        method: str,
+        params: Any = None,
+        *,
+        frames: Iterable[Buffer] = (),
+        timeout_s: float,
+        idempotent: bool = False,
     ) -> tuple[Any, list[memoryview]]:
         """Call and return the handler's value and buffers.
 
         Args:
             params: msgpack types.
             frames: raw buffers, not copied when large: they must not change until the call has returned.
+            idempotent: a server that replaced the one that got the call may run it again.
 
         Raises:
             RpcTimeout: the server has the call and did not answer within `timeout_s`.
-            RpcUnreachable: no server could be reached; RpcUnknownOutcome: one was, and then lost.
+            RpcUnreachable: no server could be reached.
+            RpcUnknownOutcome: the server that got the call was lost, or replaced and the call is not idempotent.
             RpcRemoteError: the handler raised.
         """
         if self._closed:
             raise RpcUnreachable(f"call {method!r}: this client is closed")
         self._loop = loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
-        call = self._link.calls.begin(method, _body(params, frames), lambda outcome: _settle(future, outcome))
+        body = _body(params, frames)
         self._follow()
+        self._link.pump_events()  # a call to a connection that is known to be gone would end as unknown
+        call = self._link.calls.begin(method, body, lambda outcome: _settle(future, outcome), idempotent=idempotent)
         self._pump_soon()
         try:
             outcome = await asyncio.wait_for(future, timeout_s)
@@ -311,24 +334,40 @@ class SyncRpcClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def call(self, method: str, params: Any = None, *, frames: Iterable[Buffer] = (), timeout_s: float) -> Any:
-        """Call and return the handler's value. Raises as `RpcClient.call_frames`."""
-        return self.call_frames(method, params, frames=frames, timeout_s=timeout_s)[0]
+    def call(
+        self,
+        method: str,
+        params: Any = None,
+        *,
+        frames: Iterable[Buffer] = (),
+        timeout_s: float,
+        idempotent: bool = False,
+    ) -> Any:
+        """Call and return the handler's value. Arguments and errors as `RpcClient.call_frames`."""
+        return self.call_frames(method, params, frames=frames, timeout_s=timeout_s, idempotent=idempotent)[0]
 
     def call_frames(
-        self, method: str, params: Any = None, *, frames: Iterable[Buffer] = (), timeout_s: float
+        self,
+        method: str,
+        params: Any = None,
+        *,
+        frames: Iterable[Buffer] = (),
+        timeout_s: float,
+        idempotent: bool = False,
     ) -> tuple[Any, list[memoryview]]:
-        """Call and return the handler's value and buffers. Raises as `RpcClient.call_frames`."""
+        """Call and return the handler's value and buffers. Arguments and errors as `RpcClient.call_frames`."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             outcomes: list[Outcome] = []
-            call = self._link.calls.begin(method, _body(params, frames), outcomes.append)
+            body = _body(params, frames)
+            self._follow()
+            self._link.pump_events()
+            call = self._link.calls.begin(method, body, outcomes.append, idempotent=idempotent)
             try:
                 while not outcomes:
                     if time.monotonic() >= deadline:
                         raise self._link.expired(call, method, timeout_s)
-                    if (address := self._link.moved_to()) is not None:
-                        self._link.connect(address)
+                    self._follow()
                     if not self._link.pump() and not outcomes:
                         self._wait(min(_TICK_S, deadline - time.monotonic()))
             finally:
@@ -342,6 +381,10 @@ class SyncRpcClient:
         """Close the socket."""
         with self._lock:
             self._link.close()
+
+    def _follow(self) -> None:
+        if (address := self._link.moved_to()) is not None:
+            self._link.connect(address)
 
     def _wait(self, timeout_s: float) -> None:
         poller = zmq.Poller()

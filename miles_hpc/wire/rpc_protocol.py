@@ -6,8 +6,8 @@ answer its result as msgpack, then any number of raw buffers.
 - A client says ClientHello after each connect; the server answers with its incarnation. Calls go out only then.
 - (client, call) names a call. A repeated one is never run twice by a server: it is still running, or its answer is kept
   until the client acknowledges it.
-- After a reconnect to the same incarnation a client repeats its open calls. To another incarnation it does not: whether
-  the last one ran them is unknown, and the callers are told so.
+- After a reconnect to the same incarnation a client repeats its open calls; to another incarnation only those that
+  their callers call idempotent: whether the last one ran them is unknown, and the other callers are told so.
 - `oldest` of a call and an acknowledgement lets the server forget every lower call of that client.
 """
 
@@ -111,10 +111,11 @@ class Outcome(NamedTuple):
 
 
 class _Open:
-    def __init__(self, method: str, body: Frames, done: Callable[[Outcome], None]) -> None:
+    def __init__(self, method: str, body: Frames, done: Callable[[Outcome], None], idempotent: bool) -> None:
         self.method = method
         self.body = body
         self.done = done
+        self.idempotent = idempotent
         self.sent_to = b""
 
 
@@ -146,11 +147,11 @@ class ClientCalls:
         """Whether an open call was handed to some server."""
         return call in self._open and bool(self._open[call].sent_to)
 
-    def begin(self, method: str, body: Frames, done: Callable[[Outcome], None]) -> int:
+    def begin(self, method: str, body: Frames, done: Callable[[Outcome], None], *, idempotent: bool = False) -> int:
         """Open a call; `body` is the encoded parameters and buffers. Its outcome goes to `done`, once."""
         call = self._next
         self._next += 1
-        self._open[call] = _Open(method, body, done)
+        self._open[call] = _Open(method, body, done, idempotent)
         if self._server:
             self._send_call(call)
         return call
@@ -207,7 +208,7 @@ class ClientCalls:
             return
         self._server = message.incarnation
         for call, found in list(self._open.items()):
-            if found.sent_to and found.sent_to != self._server:
+            if found.sent_to not in (b"", self._server) and not found.idempotent:
                 del self._open[call]
                 error = RpcUnknownOutcome(f"the server of call {found.method!r} was replaced before it answered")
                 found.done(Outcome(None, [], error))

@@ -145,6 +145,8 @@ class RpcServer:
 
     async def serve(self) -> None:
         """Answer calls until cancelled or closed; running handlers are then cancelled."""
+        if self._listener.socket.closed:
+            return
         loop = asyncio.get_running_loop()
         self._closed = loop.create_future()
         descriptor = self._listener.socket.get(zmq.FD)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -17,6 +19,7 @@ from miles_hpc.wire.security import KeyPair, create_secrets, role_keys
 from miles_hpc.wire.sockets import HubSocket, Received
 from miles_hpc.wire.worker_env import WorkerEnv
 
+Made = TypeVar("Made")
 Reaction = Callable[[Message], "list[Message]"]
 LOCALHOST = HostAndPort("127.0.0.1", 0)
 
@@ -89,6 +92,23 @@ def welcome(epoch: int, book: PoolAddrs | None = None) -> Reaction:
         return [*greeting, book] if book else greeting
 
     return react
+
+
+def once_free(bind: Callable[[], Made], timeout_s: float = 20.0) -> Made:
+    """What `bind` returns once the address is free: ZeroMQ releases that of a closed socket a moment later."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return bind()
+        except OSError as failure:
+            if failure.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        threading.Event().wait(0.01)
+
+
+@pytest.fixture
+def rebind() -> Callable[[Callable[[], Made]], Made]:
+    return once_free
 
 
 @pytest.fixture

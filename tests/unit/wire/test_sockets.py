@@ -294,7 +294,7 @@ def test_a_link_that_is_not_up_refuses_to_send(run_dir):
         assert link.dropped == 1
 
 
-def test_a_link_says_when_it_breaks_and_when_it_is_back(run_dir):
+def test_a_link_says_when_it_breaks_and_when_it_is_back(run_dir, rebind):
     keys = KeyPair.generate()
 
     def listen(port):
@@ -313,7 +313,7 @@ def test_a_link_says_when_it_breaks_and_when_it_is_back(run_dir):
             events = link.events()
         assert [event.kind for event in events] == ["down"]
         link.send(Heartbeat(seq=1))  # must not wait for the next hub: it would be stale there
-        with listen(first.port) as second:
+        with rebind(lambda: listen(first.port)) as second:
             wait_up(link)
             assert link.send(Heartbeat(seq=2))
             assert [item.message for item in drain_until(second)] == [Heartbeat(seq=2)]
