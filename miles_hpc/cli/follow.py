@@ -14,6 +14,7 @@ from miles_hpc.cli.live import View, topology
 from miles_hpc.config.schema import Config
 from miles_hpc.launch.local import LocalRun
 from miles_hpc.postmortem.reading import Tail, read_json
+from miles_hpc.postmortem.report import committed_steps, rewards
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_EVERY_S = 0.2
@@ -140,14 +141,17 @@ class Follower:
         if status.get("attempt") != self._attempt:
             status = {}
         outcome, reason = verdict["outcome"], str(verdict.get("reason", ""))
+        # The last status is up to a second older than the last step; metrics.jsonl is the younger witness.
+        steps = committed_steps(Tail(self._run_dir / "metrics.jsonl").read())
+        last = steps[-1] if steps else {}
         summary = merged_summary(
-            status.get("summary") or {},
+            {**(status.get("summary") or {}), **rewards(steps)},
             outcome=outcome,
             reason=reason,
             exit_code=verdict["exit_code"],
             attempt=self._attempt,
-            step=status.get("step", 0),
-            weight_version=status.get("weight_version", 0),
+            step=last.get("step", 0),
+            weight_version=last.get("weight_version", status.get("weight_version", 0)),
             started=sum(1 for cell in status.get("cells", []) if cell.get("workers") or cell.get("restarts")),
             healed=status.get("healed", 0),
             ready=None,

@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_files(show)
     schema = actions.add_parser("schema", help="every setting with its type, default and meaning")
     schema.set_defaults(call="config:schema")
-    schema.add_argument("--json", action="store_true", help="as JSON schema, for editors")
+    form = schema.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON schema, for editors")
+    form.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
 
     for verb, help_text in (("status", "where a run stands"), ("cells", "what a run's cells are doing")):
         command = verbs.add_parser(verb, help=help_text)

@@ -59,6 +59,15 @@ def committed_steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [last[step] for step in sorted(last)]
 
 
+def rewards(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`{"steps", "reward": {first, last, best}}` of finished steps, as summary.json has them; empty without a step."""
+    values = [row["reward"] for row in steps if _is_number(row.get("reward"))]
+    if not steps:
+        return {}
+    ends = {"first": values[0], "last": values[-1], "best": max(values)} if values else {}
+    return {"steps": steps[-1]["step"], "reward": ends}
+
+
 def _draw(directory: Path, steps: list[dict[str, Any]], summary: dict[str, Any]) -> tuple[Path | None, str]:
     points = [(row["step"], row["reward"]) for row in steps if _is_number(row.get("reward"))]
     if not points:

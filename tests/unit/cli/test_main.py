@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from miles_hpc.cli.config import markdown
 from miles_hpc.cli.main import main
 
 pytestmark = pytest.mark.unit
@@ -90,3 +92,8 @@ def test_report_of_no_directory_is_refused(tmp_path, capsys):
     assert main(["report", str(tmp_path / "none")]) == 2
     assert main(["report", str(tmp_path)]) == 0
     assert "report.html" in capsys.readouterr().out
+
+
+def test_the_configuration_page_agrees_with_the_schema():
+    page = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert page.read_text() == markdown(), "run: miles-hpc config schema --markdown > docs/configuration.md"
