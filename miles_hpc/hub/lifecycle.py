@@ -11,6 +11,9 @@ from miles_hpc.hub.render import ports_of_worker, start_order
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import PortsReserved, ReservePorts, StopWorker, Superseded, WorkerExited
 
+LAST_LINE_LIMIT = 300
+"""Characters of a worker's last line that a reason quotes."""
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -216,7 +219,7 @@ def on_exited(core: Core, report: WorkerExited, node_id: str) -> None:
     text = f"{worker.id} {how_it_ended(report)}"
     if report.cause == "stopped_by_slurm":
         ending = Ending(text, budgeted=False, final=True)
-    elif report.cause == "stopped":
+    elif report.cause == "stopped" and core.outcome is None:
         # Nobody here asked for it (else the cell would be STOPPING and this is not read): the agent was told to leave.
         ending = Ending(f"the agent of {node_id} was told to leave: {text}", budgeted=False, outcome="cancelled")
     else:
@@ -233,7 +236,7 @@ def on_worker_gone(core: Core, cell: Cell, worker: Worker, ending: Ending) -> No
 
 
 def how_it_ended(report: WorkerExited) -> str:
-    """`exit code 1 (probe_failed: …); log /run/logs/…`"""
+    """`ended with exit code 1, probe_failed: …; its last line: …; log /run/logs/…`"""
     if report.signal is not None:
         end = f"was killed by signal {report.signal}"
     elif report.exit_code is not None:
@@ -246,6 +249,10 @@ def how_it_ended(report: WorkerExited) -> str:
         end += f", {report.cause}"
     if report.text:
         end += f": {report.text}"
+    if report.exit_code and report.cause != "stopped":
+        # A program that gives up by itself says why in its last line; what one that was killed said last is not why.
+        lines = [line.strip() for line in report.log_tail.splitlines() if line.strip()]
+        end += f"; its last line: {lines[-1][:LAST_LINE_LIMIT]}" if lines else ""
     return f"{end}; log {report.log_path}" if report.log_path else end
 
 
@@ -254,7 +261,13 @@ def end_cell(core: Core, cell: Cell, ending: Ending) -> None:
     if cell.phase in (Phase.STOPPING, Phase.STOPPED, Phase.WAITING):
         return
     core.change_phase(cell, Phase.STOPPING)
-    core.note("cell_ends", "warning", cell=cell.id, generation=str(cell.generation), reason=ending.text)
+    core.note(
+        "cell_ends",
+        "warning" if core.outcome is None else "info",
+        cell=cell.id,
+        generation=str(cell.generation),
+        reason=ending.text,
+    )
     for peer in [peer for peer, client in core.clients.items() if client.cell == cell.id]:
         del core.clients[peer]
         core.send(peer, Superseded(reason=f"cell {cell.id} g{cell.generation} ends: {ending.text}"))
@@ -277,7 +290,8 @@ def _judge(core: Core, cell: Cell, ending: Ending) -> None:
     """Whether the run survives this end, and how long the next start waits."""
     heal = core.heal
     if cell.spec.restart == "fail_run":
-        core.decide(ending.outcome, f"cell {cell.id} ended, and the run cannot go on without it: {ending.text}")
+        what = "ended before it had finished the run" if cell.spec.category == "driver" else "ended"
+        core.decide(ending.outcome, f"cell {cell.id} {what}, and the run cannot go on without it: {ending.text}")
         return
     if not ending.budgeted:
         cell.retry_at = core.now

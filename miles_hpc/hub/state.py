@@ -133,7 +133,7 @@ class HubState:
             case WorkerExited():
                 core.note(
                     "worker_exited",
-                    "info" if message.cause == "stopped" else "warning",
+                    "info" if message.cause == "stopped" or core.outcome is not None else "warning",
                     worker=message.worker,
                     generation=str(message.generation),
                     node=node_name,

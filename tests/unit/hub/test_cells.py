@@ -283,3 +283,13 @@ def test_full_table_of_a_healthy_fleet_asks_for_nothing(fleet, pool):
     f.table(1)
     assert f.sent == []
     assert f.receive(f.agents[0].peer, FullTable(workers=list(f.agents[0].table.values()))) == []
+
+
+def test_the_last_line_of_a_program_that_gave_up_is_quoted_and_of_a_killed_one_not(fleet, pool):
+    f = fleet(pool("driver", restart="fail_run", category="driver"), pool("engine"))
+    f.die("engine-00000-00000", exit_code=None, signal=9, log_tail="all is well\n")
+    (line,) = [note.fields["reason"] for note in f.notes if note.event == "cell_ends"]
+    assert "all is well" not in line
+    f.die("driver-00000-00000", exit_code=1, log_tail="Traceback\nModuleNotFoundError: No module named 'x'\n\n")
+    assert "its last line: ModuleNotFoundError: No module named 'x'" in f.verdicts[0].reason
+    assert "before it had finished the run" in f.verdicts[0].reason
