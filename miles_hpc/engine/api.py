@@ -1,7 +1,9 @@
 """The HTTP API of an engine, in SGLang 0.5.23's shapes, over any backend.
 
 Known differences from SGLang, on purpose: `/health` answers at once, busy or paused (SGLang generates a token for it);
-an out-of-range token id is a 400 (it kills SGLang); `stream` is a 400; the n samples of a seeded request get n seeds.
+an out-of-range token id is a 400 (it kills SGLang); `stream` is a 400; the n samples of a seeded request get n seeds;
+a stop token in the last allowed place is reported as `stop` (SGLang: `length`); an in-place pause with `flush_cache`
+refuses an update before it changes anything (SGLang swaps the weights, then answers 400).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from miles_hpc.engine import rendering
 from miles_hpc.engine.chat_tokenizer import ModelDirError
@@ -29,6 +32,11 @@ FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
     "(When there are running or waiting requests, the operation will not be performed.)\n"
 )
+
+
+def _is_not_a_stray(record: logging.LogRecord) -> bool:
+    # A router that adds a worker first tries gRPC on its port; that is no error of anyone.
+    return record.exc_info is None or not isinstance(record.exc_info[1], BadHttpMessage)
 
 
 class PortTakenError(OSError):
@@ -137,7 +145,7 @@ class EngineApi:
 
     async def models(self, request: web.Request) -> web.Response:
         """OpenAI's model list, with the one model."""
-        name = self._backend.model_path
+        name = self._backend.served_model_name
         model = {"id": name, "object": "model", "created": 0, "owned_by": "sglang", "root": name, "parent": None}
         return _json({"object": "list", "data": [{**model, "max_model_len": self._backend.context_length}]})
 
@@ -257,6 +265,7 @@ async def serve(backend: Backend, host: str, port: int) -> None:
         PortTakenError: when the port cannot be listened on.
         Exception: whatever the engine failed with.
     """
+    logging.getLogger("aiohttp.server").addFilter(_is_not_a_stray)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

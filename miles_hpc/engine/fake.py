@@ -149,7 +149,7 @@ class FakeBackend:
         max_running_requests: int = 4096,
     ) -> None:
         self.tokenizer = ChatTokenizer(model_path, chat_template, require_template=False)
-        self.model_path = model_path
+        self.model_path = self.served_model_name = model_path
         self.weight_version = weight_version
         self.model_config: dict[str, Any] = read_model_config(Path(model_path))
         self.vocab_size = self.tokenizer.vocab_size

@@ -134,7 +134,7 @@ def chat_answer(
         "id": rid,
         "object": "chat.completion",
         "created": int(requests[0].received_at),
-        "model": body.get("model") or backend.model_path,
+        "model": body.get("model") or backend.served_model_name,
         "choices": choices,
         "usage": {
             "prompt_tokens": prompt,
@@ -163,7 +163,7 @@ def model_info(backend: Backend) -> dict[str, Any]:
     """`/model_info`."""
     return {
         "model_path": backend.model_path,
-        "served_model_name": backend.model_path,
+        "served_model_name": backend.served_model_name,
         "tokenizer_path": str(backend.tokenizer.model_dir),
         "is_generation": True,
         "preferred_sampling_params": None,
@@ -184,7 +184,7 @@ def server_info(backend: Backend, host: str, port: int, version: str) -> dict[st
     load = backend.load()
     return {
         "model_path": backend.model_path,
-        "served_model_name": backend.model_path,
+        "served_model_name": backend.served_model_name,
         "tokenizer_path": str(backend.tokenizer.model_dir),
         "host": host,
         "port": port,

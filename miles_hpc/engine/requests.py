@@ -122,6 +122,9 @@ class Backend(Protocol):
 
     tokenizer: ChatTokenizer
     model_path: str
+    """Directory of the weights that are served now."""
+    served_model_name: str
+    """Directory that the engine was started with: routers group workers by it, so it outlives weight updates."""
     vocab_size: int
     context_length: int
     max_running_requests: int

@@ -53,7 +53,7 @@ class EmbeddedBackend:
         max_running_requests: int = 64,
     ) -> None:
         self.tokenizer = ChatTokenizer(model_path, chat_template, require_template=False)
-        self.model_path = model_path
+        self.model_path = self.served_model_name = model_path
         self.model_config: dict[str, Any] = read_model_config(Path(model_path))
         self.context_length = context_length or context_length_of(self.model_config)
         self.max_running_requests = max_running_requests

@@ -253,6 +253,18 @@ def test_a_weight_update_answers_as_recorded_and_a_bad_one_changes_nothing(model
     served(model_dir, do)
 
 
+def test_an_update_moves_the_model_path_but_not_the_served_name(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+
+    async def do(client: TestClient[Any, Any], backend: FakeBackend) -> None:
+        await client.post("/update_weights_from_disk", json={"model_path": str(tmp_path), "weight_version": "1"})
+        info = await (await client.get("/model_info")).json()
+        assert (info["model_path"], info["served_model_name"]) == (str(tmp_path), str(model_dir))
+        assert (await (await client.get("/v1/models")).json())["data"][0]["id"] == str(model_dir)
+
+    served(model_dir, do)
+
+
 def test_two_live_requests_cannot_have_one_rid(model_dir: Path) -> None:
     async def do(client: TestClient[Any, Any], backend: FakeBackend) -> None:
         body = {"rid": "a", "text": "1", "sampling_params": {"ignore_eos": True, "max_new_tokens": 20}}
