@@ -132,6 +132,11 @@ def _start(loaded: Loaded, run_dir: Path, notes: list[str], arguments: argparse.
             start_local(config, run_dir, attempt) as local,
         ):
             summary = follower.follow(local)
+    except OSError as error:
+        view.say(
+            f"miles-hpc: failed: the run could not be started: {one_line(error)}; next: {_again(arguments, run_dir)}"
+        )
+        return FAILED
     finally:
         view.close()
     return _finish(summary, run_dir, arguments)
