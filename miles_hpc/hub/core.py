@@ -11,7 +11,7 @@ from typing import Any, Literal
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
 from miles_hpc.hub.actions import EXIT_CODES, Action, Note, Outcome, Send, WriteVerdict
-from miles_hpc.hub.summary import merged_summary
+from miles_hpc.hub.summary import Seconds, merged_summary
 from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.wire.ids import Generation, cell_id, worker_id
 from miles_hpc.wire.messages import FromHub, Gpu, StartWorker
@@ -264,12 +264,18 @@ class Core:
             weight_version=self.weight_version,
             started=self.started(),
             healed=self.healed(),
+            **self.seconds(),
+        )
+        self.note("verdict", "info" if outcome == "finished" else "error", outcome=outcome, reason=reason)
+        self.out.append(WriteVerdict(outcome, reason, code, summary))
+
+    def seconds(self) -> Seconds:
+        """From the hub's start until all cells were ready, until the first step, and until now."""
+        return Seconds(
             ready=self._since_start(self.ready_at),
             first_step=self._since_start(self.first_step_at),
             total=round(self.now - self.started_at, 3),
         )
-        self.note("verdict", "info" if outcome == "finished" else "error", outcome=outcome, reason=reason)
-        self.out.append(WriteVerdict(outcome, reason, code, summary))
 
     def _since_start(self, moment: float | None) -> float | None:
         return None if moment is None else round(moment - self.started_at, 3)

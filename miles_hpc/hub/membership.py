@@ -136,7 +136,6 @@ def on_goodbye(core: Core, node: Node, reason: str) -> None:
     """The agent has stopped its workers and leaves."""
     core.note("agent_left", node=node.id, reason=reason)
     node.left = True
-    core.node_of_peer.pop(node.peer, None)
     node.gpu_holders.clear()
     node.strays.clear()
     text = f"the agent of {node.id} ({node.host}) left: {reason or 'no reason given'}"

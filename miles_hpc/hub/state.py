@@ -120,6 +120,8 @@ class HubState:
     def _on_agent(self, node_name: str, message: _FromAgent) -> None:
         core = self.core
         node = core.nodes[node_name]
+        if node.left:
+            return  # it still beats while it waits for the hub's own end
         membership.on_heard(core, node)
         match message:
             case FullTable():

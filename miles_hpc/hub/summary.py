@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
+
+
+class Seconds(TypedDict):
+    """Counted from the hub's start; None for what has not happened."""
+
+    ready: float | None
+    first_step: float | None
+    total: float
 
 
 def merged_summary(

@@ -58,12 +58,12 @@ def status_reply(core: Core, call_id: str) -> StatusReply:
 
 
 def status_object(core: Core, written_at: float) -> dict[str, Any]:
-    """The content of status.json: a StatusReply as plain values, with the wall clock time of writing."""
+    """The content of status.json: a StatusReply as plain values, its wall clock time, and the summary's seconds."""
     reply = msgspec.to_builtins(status_reply(core, ""))
     assert isinstance(reply, dict)
     reply.pop("type", None)
     reply.pop("call_id", None)
-    return {**_with_defaults(reply), "written_at": written_at, "healed": core.healed()}
+    return {**_with_defaults(reply), "written_at": written_at, "healed": core.healed(), "seconds": core.seconds()}
 
 
 def _with_defaults(reply: dict[str, Any]) -> dict[str, Any]:

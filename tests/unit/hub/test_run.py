@@ -16,6 +16,7 @@ from miles_hpc.wire.messages import (
     GetCells,
     GetStatus,
     Goodbye,
+    Heartbeat,
     PoolAddrs,
     Progress,
     Shutdown,
@@ -163,7 +164,19 @@ def test_status_names_nodes_cells_workers_and_progress(fleet, pool):
 def test_the_status_file_has_what_the_reply_has_and_when_it_was_written(fleet, pool):
     f = fleet(pool("engine"))
     status = status_object(f.core, written_at=12.5)
-    wanted = {"run_id", "attempt", "epoch", "hub", "step", "weight_version", "nodes", "cells", "age_s", "written_at"}
+    wanted = {
+        "seconds",
+        "run_id",
+        "attempt",
+        "epoch",
+        "hub",
+        "step",
+        "weight_version",
+        "nodes",
+        "cells",
+        "age_s",
+        "written_at",
+    }
     assert wanted <= status.keys() and "call_id" not in status
     assert status["cells"][0]["generation"] == (1, 1) or status["cells"][0]["generation"] == [1, 1]
 
@@ -202,3 +215,13 @@ def test_a_bug_in_a_reaction_ends_the_run_with_its_text(fleet, pool):
     f.apply(HubBroke("KeyError: 'x'"))
     (verdict,) = f.verdicts
     assert verdict.outcome == "failed" and "KeyError: 'x'" in verdict.reason
+
+
+def test_an_agent_that_said_goodbye_may_beat_on_and_is_not_answered(fleet, pool):
+    f = fleet(pool("engine"), nodes=2)
+    f.receive(b"op", CancelRun(call_id="c"))
+    f.apply(VerdictWritten())
+    f.receive(f.agents[0].peer, Goodbye())
+    f.clear()
+    f.receive(f.agents[0].peer, Heartbeat(seq=7))
+    assert f.sent == []
