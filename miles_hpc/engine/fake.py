@@ -30,7 +30,7 @@ from miles_hpc.engine.requests import (
 )
 from miles_hpc.wire.program import setup_logging
 
-_QUESTION = re.compile(r"(-?\d+)\s*([-+*x×])\s*(-?\d+)")
+_QUESTION = re.compile(r"(-?\d+)[ \t]*([-+*x×])[ \t]*(-?\d+)")
 _NUMBER = re.compile(r"-?\d+")
 RIGHT_SHARE = 0.5
 """Share of (prompt, seed) pairs that are answered rightly."""

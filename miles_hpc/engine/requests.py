@@ -121,8 +121,6 @@ class Backend(Protocol):
     """An engine behind the HTTP API. Every coroutine is called on the server's event loop."""
 
     tokenizer: ChatTokenizer
-    model_path: str
-    """Directory of the weights that are served now."""
     served_model_name: str
     """Directory that the engine was started with: routers group workers by it, so it outlives weight updates."""
     vocab_size: int
@@ -130,6 +128,10 @@ class Backend(Protocol):
     max_running_requests: int
     model_config: dict[str, Any]
     kind: str
+
+    @property
+    def model_path(self) -> str:
+        """Directory of the weights that are served now."""
 
     @property
     def weight_version(self) -> str:

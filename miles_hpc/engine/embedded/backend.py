@@ -53,14 +53,14 @@ class EmbeddedBackend:
         max_running_requests: int = 64,
     ) -> None:
         self.tokenizer = ChatTokenizer(model_path, chat_template, require_template=False)
-        self.model_path = self.served_model_name = model_path
+        self.served_model_name = model_path
         self.model_config: dict[str, Any] = read_model_config(Path(model_path))
         self.context_length = context_length or context_length_of(self.model_config)
         self.max_running_requests = max_running_requests
         torch.set_num_threads(threads)
         model = BatchModel(Path(model_path))
         self.vocab_size = model.vocab_size
-        self._scheduler = Scheduler(model, self.tokenizer, weight_version, max_running_requests)
+        self._scheduler = Scheduler(model, self.tokenizer, model_path, weight_version, max_running_requests)
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._died: asyncio.Future[None] = self._loop.create_future()
@@ -68,6 +68,11 @@ class EmbeddedBackend:
         self._closing = False
         self._thread = threading.Thread(target=self._run, args=(threads,), name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def model_path(self) -> str:
+        """Directory of the weights that are served now."""
+        return self._scheduler.model_path
 
     @property
     def weight_version(self) -> str:
@@ -170,8 +175,6 @@ class EmbeddedBackend:
 
         self._commands.put(enqueue)
         outcome: UpdateOutcome = await future
-        if outcome.success:
-            self.model_path = path
         return outcome
 
     async def set_weight_version(self, version: str, *, abort_all: bool) -> None:
@@ -187,7 +190,10 @@ class EmbeddedBackend:
     def load(self) -> Load:
         """Counts, without waiting for the engine thread."""
         load = self._scheduler.load()
-        return Load(load.running, load.waiting, load.tokens, alive=self._thread.is_alive())
+        return Load(load.running, load.waiting, load.tokens, alive=self._alive())
+
+    def _alive(self) -> bool:
+        return self._thread.is_alive() and not self._died.done()
 
     async def failed(self) -> None:
         """Raise EngineDied when the engine thread fails; waits for that."""
@@ -195,7 +201,7 @@ class EmbeddedBackend:
 
     async def close(self) -> None:
         """Abort everything and end the thread after its step."""
-        if self._closing or not self._thread.is_alive():
+        if self._closing or not self._alive():
             return
         await self._call(lambda: self._scheduler.abort(None))
 

@@ -49,12 +49,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, model: BatchModel, tokenizer: ChatTokenizer, weight_version: str, max_running_requests: int
+        self,
+        model: BatchModel,
+        tokenizer: ChatTokenizer,
+        model_path: str,
+        weight_version: str,
+        max_running_requests: int,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._sampler = Sampler(model.vocab_size)
         self._limit = max_running_requests
+        self.model_path = model_path
         self.weight_version = weight_version
         self.paused = False
         self.waiting: deque[Sequence] = deque()
@@ -145,6 +151,8 @@ class Scheduler:
             self._model.replace(Path(path))
         except WeightsError as error:
             return UpdateOutcome(False, str(error))
+        # Set here and not by the caller, who may have left: path and label always tell what is served.
+        self.model_path = path
         if version is not None:
             self.weight_version = version
         label = f" Weight version updated to {version}." if version is not None else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def test_sequences_that_join_and_leave_at_random_get_exact_logprobs(kind: str, t
     torch.manual_seed(3)
     whole = transformers.AutoModelForCausalLM.from_config(config(kind)).float().eval()
     whole.save_pretrained(tmp_path / "m")
-    scheduler = Scheduler(BatchModel(tmp_path / "m"), None, "v0", 5)  # type: ignore[arg-type] # no stop texts here
+    scheduler = Scheduler(BatchModel(tmp_path / "m"), None, "m", "v0", 5)  # type: ignore[arg-type] # no stop texts here
     rng = random.Random(0)
     done: dict[str, Result] = {}
     requests = []
@@ -170,3 +171,28 @@ def test_a_model_stored_under_other_names_than_it_runs_with_is_updated_too(tmp_p
     (paths[0] / "model.safetensors").unlink()
     with pytest.raises(WeightsError):
         served.replace(paths[0])
+
+
+def test_an_engine_whose_thread_fails_says_so_to_everyone(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from miles_hpc.engine.embedded.backend import EmbeddedBackend, EngineDied
+    from miles_hpc.engine.embedded.scheduler import Scheduler
+    from miles_hpc.engine.requests import Request, Sampling
+
+    def broken(self: Scheduler) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Scheduler, "step", broken)
+
+    async def main() -> None:
+        backend = EmbeddedBackend(str(models[0]))
+        watch = asyncio.ensure_future(backend.failed())
+        with pytest.raises(EngineDied, match="MemoryError: no room"):
+            await backend.submit(Request("a", [5], Sampling()))
+        with pytest.raises(EngineDied):
+            await watch
+        with pytest.raises(EngineDied):
+            await backend.pause("retract")
+        await backend.close()
+        assert not backend.load().alive
+
+    asyncio.run(asyncio.wait_for(main(), 30))
