@@ -1,0 +1,230 @@
+"""The executor's end of the `work` port: the board's decisions become messages, the workers' messages its events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from miles_hpc.rollout.accounts import Accounts
+from miles_hpc.rollout.board import Action, Board, Run
+from miles_hpc.rollout.collect import Collector, StaleIncarnation
+from miles_hpc.rollout.work_messages import (
+    BeatSeen,
+    FreeGroups,
+    GroupDone,
+    GroupFailed,
+    GroupReceived,
+    RunGroup,
+    Stage,
+    ToExecutor,
+    WorkBeat,
+    WorkHello,
+    WorkWelcome,
+)
+from miles_hpc.rollout.work_socket import WorkServer
+from miles_hpc.specs.rollout import ROLLOUT_WORKER_POOL
+from miles_hpc.transport.batch import RolloutBatch
+from miles_hpc.transport.columns import SchemaError
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.ids import cell_of
+from miles_hpc.wire.messages import CellAddrs
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+
+
+class Dispatcher:
+    """Sends groups to workers and takes them in, for one incarnation at a time.
+
+    Args:
+        listen: of the `work` port.
+        lease_s: silence of a worker after which its groups are dispatched again.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(self, listen: HostAndPort, run_dir: Path, attempt: int, *, lease_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._board = Board(lease_s, Accounts())
+        self._incarnation = 0
+        self._orders: dict[str, RunGroup] = {}
+        self._collectors: dict[str, Collector] = {}
+        self._stages: dict[str, Stage] = {}
+        self._in_book: set[bytes] = set()
+        """Workers whose generation the address book has shown: only these can leave it."""
+        self._server = WorkServer(listen, run_dir, attempt, self._on_message)
+
+    @property
+    def address(self) -> HostAndPort:
+        """Where workers connect."""
+        return self._server.address
+
+    @property
+    def accounts(self) -> Accounts:
+        """Counts over the whole run."""
+        return self._board.accounts
+
+    def checked_accounts(self) -> Accounts:
+        """The accounts. Raises ConservationBroken when they do not add up."""
+        self.accounts.check(self._board.open_dispatches)
+        return self.accounts
+
+    async def run(self) -> None:
+        """Watch the leases until cancelled."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._act(self._board.on_tick(self._loop.time()))
+
+    def close(self) -> None:
+        """Release the address."""
+        self._server.close()
+
+    # ------------------------------------------------------------------------------------------ executor's side
+    def begin(self, incarnation: int, counts: Accounts) -> None:
+        """Supersede all open work and begin an incarnation.
+
+        Args:
+            counts: of the commit that it begins from. A process that was there has counted more since; of what it took
+                for open, the commit may hold some.
+        """
+        for collector in set(self._collectors.values()):
+            collector.fail(StaleIncarnation(f"{collector.what} was ended by training incarnation {incarnation}"))
+        self._act(self._board.settle(self._board.groups, "superseded"))
+        self._orders.clear()
+        self._collectors.clear()
+        self._stages.clear()
+        accounts = self.accounts
+        if not accounts.dispatched:
+            self._board.accounts = counts
+        elif counts.committed > accounts.committed:
+            late = counts.committed - accounts.committed
+            accounts.committed += late
+            accounts.drop("superseded", -late)
+        self._incarnation = incarnation
+        for peer in self._board.seats:
+            self._server.send(peer, WorkWelcome(incarnation=incarnation))
+
+    def dispatch(self, orders: Sequence[RunGroup], collector: Collector, *, counted: bool = True) -> None:
+        """Have these groups run; their ends are told to the collector."""
+        names = [order.spec.id for order in orders]
+        for order in orders:
+            self._orders[order.spec.id] = order
+            self._collectors[order.spec.id] = collector
+        collector.expect(names)
+        self._act(self._board.add(names, counted=counted))
+
+    def settle(self, groups: Collection[str], how: Literal["committed", "returned", "done"]) -> None:
+        """These groups are over; see `Board.settle`."""
+        for name in groups:
+            self._forget(name)
+        self._act(self._board.settle(groups, how))
+
+    def where(self, group: str) -> str:
+        """What an open group waits for."""
+        stage = self._stages.get(group)
+        return self._board.where(group) + (f", {stage.stage!r} for {stage.seconds:.0f} s" if stage else "")
+
+    def on_pools(self, pools: dict[str, list[CellAddrs]]) -> None:
+        """A worker that has left the address book, or was started again, is lost. Call in the loop."""
+        cells = {cell.cell: cell.generation for cell in pools.get(ROLLOUT_WORKER_POOL, [])}
+        for peer, seat in list(self._board.seats.items()):
+            current = cells.get(cell_of(seat.worker))
+            replaced = current is not None and current > seat.generation
+            if current == seat.generation:
+                self._in_book.add(peer)
+            elif replaced or (current is None and peer in self._in_book):
+                log.warning(
+                    "rollout worker %s g%s is gone; its groups are dispatched again", seat.worker, seat.generation
+                )
+                self._in_book.discard(peer)
+                self._act(self._board.on_lost(peer))
+        self._in_book &= set(self._board.seats)
+
+    # ------------------------------------------------------------------------------------------ workers' side
+    def _act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Run):
+                self._server.send(action.peer, self._orders[action.group])
+            else:
+                freed = FreeGroups(incarnation=self._incarnation, groups=list(action.groups), reason=action.reason)
+                self._server.send(action.peer, freed)
+
+    def _on_message(self, peer: bytes, message: ToExecutor, frames: list[memoryview]) -> None:
+        now = self._loop.time()
+        match message:
+            case WorkHello():
+                self._on_hello(peer, message, now)
+            case WorkBeat():
+                if peer in self._board.seats:  # one that is unknown must say hello: it notices that nobody answers
+                    self._stages.update((stage.group, stage) for stage in message.running)
+                    running = [stage.group for stage in message.running]
+                    self._act(
+                        self._board.on_beat(peer, running if message.incarnation == self._incarnation else [], now)
+                    )
+                    self._server.send(peer, BeatSeen())
+            case GroupDone() | GroupFailed() if message.incarnation != self._incarnation:
+                freed = FreeGroups(incarnation=message.incarnation, groups=[message.group], reason="superseded")
+                self._server.send(peer, freed)
+            case GroupDone():
+                self._on_done(peer, message, frames, now)
+            case GroupFailed():
+                self._on_failed(peer, message, now)
+
+    def _on_hello(self, peer: bytes, hello: WorkHello, now: float) -> None:
+        log.info("rollout worker %s g%s (pid %d) is connected", hello.worker, hello.generation, hello.pid)
+        self._server.send(peer, WorkWelcome(incarnation=self._incarnation))
+        holds = hello.holds if hello.incarnation == self._incarnation else []
+        self._act(self._board.on_hello(peer, hello.worker, hello.generation, hello.credits, holds, now))
+
+    def _on_done(self, peer: bytes, done: GroupDone, frames: list[memoryview], now: float) -> None:
+        order = self._orders.get(done.group)
+        if order is not None:
+            try:
+                batch = RolloutBatch.from_frames(frames)
+                check_group(batch, order.samples)
+            except SchemaError as error:
+                text = f"group {done.group}: {error}"
+                self._on_failed(
+                    peer,
+                    GroupFailed(incarnation=done.incarnation, group=done.group, reason="invalid_sample", text=text),
+                    now,
+                )
+                return
+        first, actions = self._board.on_done(peer, done.group, now)
+        self._server.send(peer, GroupReceived(incarnation=self._incarnation, group=done.group))
+        if first and order is not None:
+            self._collectors[done.group].on_result(done.group, batch, done.reward_calls)
+            self._forget(done.group)
+        self._act(actions)
+
+    def _on_failed(self, peer: bytes, failed: GroupFailed, now: float) -> None:
+        ended, actions = self._board.on_failed(peer, failed.group, failed.reason, now)
+        if ended:
+            log.warning("group %s was dropped (%s): %s", failed.group, failed.reason, failed.text[-2000:])
+            collector = self._collectors[failed.group]
+            self._forget(failed.group)
+            collector.on_drop(failed.group, failed.reason, failed.text, failed.reward_calls)
+        self._act(actions)
+
+    def _forget(self, group: str) -> None:
+        self._orders.pop(group, None)
+        self._collectors.pop(group, None)
+        self._stages.pop(group, None)
+
+
+def check_group(batch: RolloutBatch, samples: int) -> None:
+    """Raises SchemaError when a group has another size than ordered, or numbers that cannot be trained on."""
+    if len(batch) != samples:
+        raise SchemaError(f"has {len(batch)} samples; expected {samples}")
+    for name, column, rows in (("reward", batch.rewards, None), ("log-prob", batch.logprobs, batch.offsets)):
+        bad = np.flatnonzero(~np.isfinite(column))
+        if len(bad):
+            sample = int(bad[0]) if rows is None else int(np.searchsorted(rows, bad[0], side="right")) - 1
+            raise SchemaError(f"sample {sample} has a {name} that is not finite")

@@ -1,0 +1,323 @@
+"""The executor: hands prompts to workers, takes finished groups in, and gives each trainer rank its shard."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from miles_hpc.config.schema import Config
+from miles_hpc.rollout.accounts import Accounts
+from miles_hpc.rollout.client import CommitData, EvalResult, RolloutResult
+from miles_hpc.rollout.collect import Collector, RolloutFailed, StaleIncarnation
+from miles_hpc.rollout.convert import TrainBatch, rollout_metrics, to_train_batch
+from miles_hpc.rollout.data import DataSource, DataState, Keys, Prompts, open_prompts
+from miles_hpc.rollout.dispatch import Dispatcher
+from miles_hpc.rollout.sample import GroupSpec, group_digest, group_versions
+from miles_hpc.rollout.work_messages import RunGroup
+from miles_hpc.transport.columns import Buffer
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 10.0
+
+
+class UnknownRollout(LookupError):
+    """No such rollout is held: it was not generated, not yet, or its shards are used up."""
+
+
+@dataclass
+class _Rollout:
+    """A finished rollout: its batch until all ranks have acknowledged it, its ledger until it is committed."""
+
+    result: RolloutResult
+    batch: TrainBatch | None
+    specs: list[GroupSpec]
+    ledger: list[dict[str, Any]]
+    data: DataState
+    """The place in the data order after this rollout."""
+    shards: list[TrainBatch] = field(default_factory=list)
+    acked: set[int] = field(default_factory=set)
+
+
+class Executor:
+    """State of one training incarnation, and the methods that driver and ranks call.
+
+    Args:
+        attempt: goes into the ledger.
+        dispatcher: the workers.
+
+    Raises:
+        DataError: a prompt file cannot be used.
+    """
+
+    def __init__(self, config: Config, attempt: int, dispatcher: Dispatcher) -> None:
+        self._config = config
+        self._attempt = attempt
+        self._dispatcher = dispatcher
+        data = config.data
+        keys = Keys(prompt=data.prompt_key, label=data.label_key, metadata=data.metadata_key)
+        self._prompts = open_prompts(data.prompts, keys)
+        self._heldout: Prompts | None = open_prompts(data.heldout, keys) if data.heldout else None
+        self._source = DataSource(len(self._prompts), seed=config.seed, shuffle=data.shuffle)
+        self._incarnation = 0
+        self._rollouts: dict[int, _Rollout] = {}
+        self._calls: dict[int, asyncio.Task[RolloutResult]] = {}
+        self._finished = asyncio.Condition()
+        self._evaluations = itertools.count()
+
+    def methods(self) -> Mapping[str, Callable[[Any, list[memoryview]], Any]]:
+        """What the `rpc` port serves."""
+        return {
+            "open": self.open,
+            "generate": self.generate,
+            "evaluate": self.evaluate,
+            "prepare_commit": self.prepare_commit,
+            "committed": self.committed,
+            "counts": self.counts,
+            "get": self.get,
+            "ack": self.ack,
+        }
+
+    def _check(self, params: Mapping[str, Any]) -> None:
+        asked = params["incarnation"]
+        if asked != self._incarnation or not asked:
+            here = self._incarnation or "none yet"
+            raise StaleIncarnation(f"this call is of training incarnation {asked}; the executor is in {here}")
+
+    # ------------------------------------------------------------------------------------------ driver
+    async def open(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
+        """Begin an incarnation at a committed state."""
+        incarnation: int = params["incarnation"]
+        if incarnation < max(1, self._incarnation):
+            here = self._incarnation or "none yet"
+            raise StaleIncarnation(f"incarnation {incarnation} cannot be opened; the executor is in {here}")
+        state = dict(params["state"] or {})
+        counts = msgspec.convert(state.pop("counts", {}), Accounts)
+        place = msgspec.convert(state, DataState)
+        self._dispatcher.begin(incarnation, counts)
+        self._incarnation = incarnation
+        # The calls of the incarnation before have an error now, and give their prompts back before the place is set.
+        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+        self._source.restore(place)
+        self._rollouts.clear()
+        async with self._finished:
+            self._finished.notify_all()
+        log.info("training incarnation %d begins at epoch %d, offset %d", incarnation, place.epoch, place.offset)
+        return {"prompts": len(self._prompts), "heldout": len(self._heldout or ())}
+
+    async def generate(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
+        """Generate a rollout; asked again, join the first call or return its result."""
+        self._check(params)
+        rollout_id: int = params["rollout_id"]
+        if rollout_id in self._rollouts:
+            return _plain(self._rollouts[rollout_id].result)
+        call = self._calls.get(rollout_id)
+        if call is None:
+            call = asyncio.ensure_future(self._generate(rollout_id, params["weight_version"]))
+            self._calls[rollout_id] = call
+            call.add_done_callback(lambda _: self._calls.pop(rollout_id, None))
+        # Shielded: the caller may be gone and ask again.
+        return _plain(await asyncio.shield(call))
+
+    async def _generate(self, rollout_id: int, weight_version: int) -> RolloutResult:
+        rollout, started = self._config.rollout, time.monotonic()
+        collector = Collector(f"rollout {rollout_id}")
+        specs: dict[str, GroupSpec] = {}
+        try:
+            while (missing := rollout.batch_size - len(collector.results) - len(collector.open)) or collector.open:
+                # Dropped groups are replaced by the next prompts, so that a batch is always full.
+                groups = self._source.next(missing)
+                specs |= {group.id: group for group in groups}
+                orders = [self._order(group, self._prompts, weight_version) for group in groups]
+                self._dispatcher.dispatch(orders, collector)
+                await self._progress(collector)
+                collector.check(
+                    batch_size=rollout.batch_size,
+                    samples=rollout.samples_per_prompt,
+                    max_failure_rate=self._config.reward.max_failure_rate,
+                    rows=len(self._prompts),
+                )
+        except BaseException:
+            unused = [specs[name] for name in (*collector.open, *collector.results)]
+            self._dispatcher.settle([group.id for group in unused], "returned")
+            self._source.give_back(unused)
+            raise
+        finished = self._finish(rollout_id, weight_version, collector, specs, time.monotonic() - started)
+        self._rollouts[rollout_id] = finished
+        async with self._finished:
+            self._finished.notify_all()
+        return finished.result
+
+    def _order(self, spec: GroupSpec, prompts: Prompts, weight_version: int, *, evaluation: bool = False) -> RunGroup:
+        return RunGroup(
+            incarnation=self._incarnation,
+            spec=spec,
+            prompt=prompts[spec.prompt_index],
+            samples=1 if evaluation else self._config.rollout.samples_per_prompt,
+            weight_version=weight_version,
+            evaluation=evaluation,
+        )
+
+    async def _progress(self, collector: Collector) -> None:
+        """Wait for a change, with a line every 10 s that says what is waited for."""
+        while True:
+            try:
+                return await asyncio.wait_for(collector.wait(), _PROGRESS_S)
+            except asyncio.TimeoutError:
+                waiting = [f"{name}: {self._dispatcher.where(name)}" for name in sorted(collector.open)[:3]]
+                done = len(collector.results)
+                log.info(
+                    "%s: %d groups done, %d open; %s", collector.what, done, len(collector.open), "; ".join(waiting)
+                )
+
+    def _finish(
+        self,
+        rollout_id: int,
+        weight_version: int,
+        collector: Collector,
+        specs: Mapping[str, GroupSpec],
+        seconds: float,
+    ) -> _Rollout:
+        names = sorted(collector.results)
+        batches = [collector.results[name] for name in names]
+        batch = to_train_batch(
+            batches,
+            rollout_id=rollout_id,
+            weight_version=weight_version,
+            normalize=self._config.train.normalize_advantages,
+        )
+        ledger = [
+            {
+                "step": rollout_id,
+                "group": name,
+                "prompt_index": specs[name].prompt_index,
+                "epoch": specs[name].epoch,
+                "samples": len(group),
+                "digest": group_digest(group),
+                "weight_versions": group_versions(group),
+                "attempt": self._attempt,
+            }
+            for name, group in zip(names, batches, strict=True)
+        ]
+        result = RolloutResult(
+            rollout_id=rollout_id,
+            groups=names,
+            reward_mean=float(np.mean(batch.rewards)),
+            tokens=batch.total_response_tokens,
+            metrics={**rollout_metrics(batches), **{f"dropped_{k}": float(v) for k, v in collector.dropped.items()}},
+            seconds=seconds,
+        )
+        return _Rollout(result, batch, [specs[name] for name in names], ledger, self._source.state())
+
+    async def evaluate(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
+        """Greedy answers to the held-out prompts; the accounts and the data order never see them."""
+        self._check(params)
+        if self._heldout is None:
+            raise RolloutFailed("there are no held-out prompts; set data.heldout")
+        started, number = time.monotonic(), next(self._evaluations)
+        rows = len(self._heldout) if not params["limit"] else min(params["limit"], len(self._heldout))
+        collector = Collector(f"evaluation {number}")
+        orders = [
+            self._order(
+                GroupSpec(id=f"eval-{number:05d}-i{row:09d}", epoch=0, index=row, prompt_index=row),
+                self._heldout,
+                params["weight_version"],
+                evaluation=True,
+            )
+            for row in range(rows)
+        ]
+        names = [order.spec.id for order in orders]
+        try:
+            self._dispatcher.dispatch(orders, collector, counted=False)
+            while collector.open:
+                await self._progress(collector)
+        finally:
+            self._dispatcher.settle(names, "done")
+        if not collector.results:
+            raise RolloutFailed(
+                f"{collector.what}: all {rows} prompts failed. The last failure: {collector.last_failure}"
+            )
+        rewards = [float(batch.rewards[0]) for batch in collector.results.values()]
+        return _plain(
+            EvalResult(
+                accuracy=float(np.mean(rewards)),
+                n=len(rewards),
+                failed=rows - len(rewards),
+                seconds=time.monotonic() - started,
+            )
+        )
+
+    async def prepare_commit(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
+        """What a commit after this rollout must hold."""
+        self._check(params)
+        rollouts = self._until(params["rollout_id"])
+        accounts = self._dispatcher.accounts.settled(sum(len(rollout.specs) for rollout in rollouts))
+        counts = {name: count for name, count in accounts.to_dict().items() if name != "in_flight"}
+        data = _plain(rollouts[-1].data)
+        ledger = [line for rollout in rollouts for line in rollout.ledger]
+        return _plain(CommitData(ledger=ledger, data_state={**data, "counts": counts}, counts=counts))
+
+    def _until(self, rollout_id: int) -> list[_Rollout]:
+        if rollout_id not in self._rollouts:
+            raise UnknownRollout(f"rollout {rollout_id} is not held; uncommitted are {sorted(self._rollouts)}")
+        return [rollout for number, rollout in sorted(self._rollouts.items()) if number <= rollout_id]
+
+    async def committed(self, params: Any, frames: list[memoryview]) -> None:
+        """The commit is durable; a repeat changes nothing."""
+        self._check(params)
+        for number in [number for number in self._rollouts if number <= params["rollout_id"]]:
+            self._dispatcher.settle(self._rollouts.pop(number).result.groups, "committed")
+
+    async def counts(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
+        """The accounts, whose sum is checked."""
+        self._check(params)
+        return self._dispatcher.checked_accounts().to_dict(final=params["final"])
+
+    # ------------------------------------------------------------------------------------------ ranks
+    async def get(self, params: Any, frames: list[memoryview]) -> tuple[dict[str, Any], list[Buffer]]:
+        """A rank's shard; waits for the rollout."""
+        self._check(params)
+        rollout_id, rank, size = params["rollout_id"], params["dp_rank"], params["dp_size"]
+        async with self._finished:
+            asked = self._incarnation
+            ready = self._finished.wait_for(lambda: rollout_id in self._rollouts or self._incarnation != asked)
+            try:
+                await asyncio.wait_for(ready, params["timeout_s"])
+            except asyncio.TimeoutError:
+                raise UnknownRollout(
+                    f"rollout {rollout_id} was not finished within {params['timeout_s']:g} s; held are "
+                    f"{sorted(self._rollouts)}"
+                ) from None
+        self._check(params)
+        rollout = self._rollouts[rollout_id]
+        if rollout.batch is None or rank in rollout.acked:
+            raise UnknownRollout(f"rank {rank} has acknowledged rollout {rollout_id}; its shard is freed")
+        if not rollout.shards:
+            # Once, so that all ranks see one split.
+            rollout.shards = [rollout.batch.split(index, size) for index in range(size)]
+        if len(rollout.shards) != size or not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size} asked for rollout {rollout_id}, split for {len(rollout.shards)}")
+        return {}, rollout.shards[rank].to_frames()
+
+    async def ack(self, params: Any, frames: list[memoryview]) -> None:
+        """A rank is done with its shard; a repeat changes nothing."""
+        self._check(params)
+        rollout = self._rollouts.get(params["rollout_id"])
+        if rollout is None:
+            return
+        rollout.acked.add(params["dp_rank"])
+        if len(rollout.acked) == len(rollout.shards):
+            rollout.batch, rollout.shards = None, []
+
+
+def _plain(value: msgspec.Struct) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(value)
+    return plain

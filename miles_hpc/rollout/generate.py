@@ -1,0 +1,228 @@
+"""Generate functions: a sample with a prompt in, the same sample with tokens and a response out.
+
+The user's own is `async def f(sample: Sample, context: GenerateContext) -> None`, named by `rollout.generate`. It fills
+the sample as `Sample` says; what it raises fails the sample, and with it the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from miles_hpc.config.schema import Config
+from miles_hpc.rollout.functions import load_function
+from miles_hpc.rollout.sample import Sample, sample_seed
+from miles_hpc.specs.router import router_pool
+from miles_hpc.specs.session import SESSION_POOL
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from miles_hpc.engine.chat_tokenizer import ChatTokenizer
+    from miles_hpc.inference.generate import GenerateClient, SamplingParams
+    from miles_hpc.session.client import SessionClient
+    from miles_hpc.wire.messages import CellAddrs
+
+log = logging.getLogger(__name__)
+
+KEY = "rollout.generate"
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
+_DELETE_S = 5.0
+
+
+class PromptTooLong(ValueError):
+    """The prompt has more than `data.max_prompt_tokens` tokens; it is left out and counted."""
+
+
+class SampleTimeout(Exception):
+    """A sample was not finished in `rollout.sample_timeout_s`; the text says what kept it."""
+
+
+class Services:
+    """What generate functions use, shared by all samples of a worker and made when first used.
+
+    Args:
+        pools: the address book as it is now.
+    """
+
+    def __init__(self, config: Config, pools: Callable[[], dict[str, list[CellAddrs]]]) -> None:
+        self.config = config
+        self._pools = pools
+
+    @functools.cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        """The policy's tokenizer and chat template."""
+        from miles_hpc.engine.chat_tokenizer import ChatTokenizer
+
+        return ChatTokenizer(self.config.model.path, self.config.model.chat_template)
+
+    @functools.cached_property
+    def http(self) -> aiohttp.ClientSession:
+        """The worker's HTTP client."""
+        from miles_hpc.inference.http_session import open_http
+
+        return open_http()
+
+    @functools.cached_property
+    def engine(self) -> GenerateClient:
+        """Generation through the router."""
+        from miles_hpc.inference.generate import GenerateClient
+
+        return GenerateClient(self._router_url, self.http, self.tokenizer.vocab_size, published_only=True)
+
+    @functools.cached_property
+    def sessions(self) -> SessionClient:
+        """Chat through the session servers."""
+        from miles_hpc.session.client import SessionClient
+
+        return SessionClient(lambda: self._pools().get(SESSION_POOL, []), self.http)
+
+    def _router_url(self) -> str | None:
+        cells = [cell for cell in self._pools().get(router_pool(self.config), []) if cell.ready]
+        return cells[0].workers[0]["http"].addr if cells else None
+
+    async def close(self) -> None:
+        """Close what was made."""
+        if "http" in self.__dict__:
+            await self.http.close()
+
+
+class GenerateContext:
+    """One sample's view of the services.
+
+    Args:
+        stage: told what the sample is doing, for reports on slow samples.
+    """
+
+    def __init__(self, services: Services, timeout_s: float, stage: Callable[[str], None] = lambda name: None) -> None:
+        self.config = services.config
+        self.services = services
+        self.stage = stage
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the sample's deadline."""
+        return self._deadline - time.monotonic()
+
+    @property
+    def request_s(self) -> float:
+        """Seconds that one generate request may take."""
+        return max(0.0, min(self.left_s, self.config.inference.request_timeout_s))
+
+    def sampling(self, sample: Sample, turn: int = 0) -> SamplingParams:
+        """Sampling parameters as configured: greedy in evaluation, and a seed of its own for each turn."""
+        from miles_hpc.inference.generate import SamplingParams
+
+        rollout = self.config.rollout
+        return SamplingParams(
+            max_new_tokens=rollout.max_response_tokens,
+            temperature=0.0 if sample.evaluation else rollout.temperature,
+            top_p=1.0 if sample.evaluation else rollout.top_p,
+            top_k=-1 if sample.evaluation else rollout.top_k,
+            stop=list(rollout.stop),
+            stop_token_ids=self.services.tokenizer.stop_token_ids,
+            seed=sample.seed if turn == 0 else sample_seed(sample.seed, sample.epoch, sample.prompt_index, turn),
+        )
+
+    def prompt_ids(self, sample: Sample) -> list[int]:
+        """Token ids of the prompt, ready for an answer.
+
+        Raises:
+            PromptTooLong: they are more than `data.max_prompt_tokens`.
+        """
+        ids = self.services.tokenizer.render(sample.messages(), add_generation_prompt=True)
+        limit = self.config.data.max_prompt_tokens
+        if len(ids) > limit:
+            raise PromptTooLong(f"prompt {sample.prompt_index} has {len(ids)} tokens, data.max_prompt_tokens = {limit}")
+        return ids
+
+
+GenerateFunction = Callable[[Sample, GenerateContext], Awaitable[Any]]
+
+
+async def single_turn(sample: Sample, context: GenerateContext) -> None:
+    """One answer of the policy to the prompt."""
+    prompt = context.prompt_ids(sample)
+    context.stage("generate")
+    answer = await context.services.engine.generate(prompt, context.sampling(sample), deadline_s=context.request_s)
+    sample.token_ids = prompt + answer.token_ids
+    sample.loss_mask = [0] * len(prompt) + [1] * len(answer.token_ids)
+    sample.logprobs = [0.0] * len(prompt) + answer.logprobs
+    sample.versions = [(v, start + len(prompt), end + len(prompt)) for v, start, end in answer.weight_versions]
+    sample.response = context.services.tokenizer.decode(answer.token_ids)
+    sample.status = "truncated" if answer.finish_reason == "length" else "completed"
+
+
+async def two_turn_session(sample: Sample, context: GenerateContext) -> None:
+    """An answer, `rollout.second_turn`, and a second answer, which is the one that is scored.
+
+    The exchange lives on one session server. When that or an engine is lost, it is begun again in another session with
+    the same seeds, until the sample's deadline.
+
+    Raises:
+        SampleTimeout: the deadline passed; names the last failure.
+        InvalidRequest: the exchange itself is wrong, so that repeating it cannot help.
+    """
+    from miles_hpc.session.errors import InvalidRequest, SessionError, TemplateNotAppendable
+
+    context.prompt_ids(sample)
+    backoff_s = _FIRST_BACKOFF_S
+    while True:
+        try:
+            return await _exchange(sample, context)
+        except (InvalidRequest, TemplateNotAppendable):
+            raise
+        except SessionError as error:
+            if context.left_s <= backoff_s:
+                raise SampleTimeout(f"no exchange within rollout.sample_timeout_s; the last one: {error}") from error
+            log.warning("sample %d of group %s begins again: %s", sample.index, sample.group, error)
+        context.stage("retry")
+        await asyncio.sleep(backoff_s)
+        backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+
+async def _exchange(sample: Sample, context: GenerateContext) -> None:
+    sessions = context.services.sessions
+    context.stage("session")
+    session = await sessions.create(deadline_s=max(0.1, context.left_s))
+    try:
+        messages = sample.messages()
+        context.stage("first turn")
+        first = await sessions.chat(session, messages, context.sampling(sample), deadline_s=context.request_s)
+        messages += [first.message, {"role": "user", "content": context.config.rollout.second_turn}]
+        context.stage("second turn")
+        second = await sessions.chat(session, messages, context.sampling(sample, 1), deadline_s=context.request_s)
+        found = await sessions.samples(session)
+    except Exception:  # not when cancelled: then nobody waits any more, and the session expires by itself
+        await sessions.delete(session, timeout_s=_DELETE_S)
+        raise
+    await sessions.delete(session, timeout_s=_DELETE_S)
+    sample.token_ids = found.token_ids
+    sample.loss_mask = found.loss_mask
+    sample.logprobs = found.logprobs
+    sample.versions = list(found.weight_versions)
+    sample.response = second.text
+    sample.status = "truncated" if found.finish_reason == "length" else "completed"
+
+
+async def built_in(sample: Sample, context: GenerateContext) -> None:
+    """Every `rollout.session_every`-th prompt is a two-turn exchange, the others and evaluation a single turn."""
+    every = context.config.rollout.session_every
+    if every and not sample.evaluation and sample.prompt_index % every == 0:
+        await two_turn_session(sample, context)
+    else:
+        await single_turn(sample, context)
+
+
+def generate_function(path: str) -> GenerateFunction:
+    """The built-in one for an empty path, or the user's own.
+
+    Raises:
+        FunctionPathError: it cannot be imported.
+    """
+    return load_function(path, KEY) if path else built_in

@@ -1,0 +1,58 @@
+"""The executor's process: `python -m miles_hpc.rollout.run_executor`, started by an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+
+from miles_hpc.config.load import read_resolved
+from miles_hpc.config.schema import Config
+from miles_hpc.rollout.dispatch import Dispatcher
+from miles_hpc.rollout.executor import Executor
+from miles_hpc.wire.client import HubClient
+from miles_hpc.wire.program import setup_logging
+from miles_hpc.wire.rpc import RpcServer
+from miles_hpc.wire.worker_env import WorkerEnv
+
+
+async def execute(env: WorkerEnv, config: Config, hub: HubClient) -> None:
+    """Serve until a signal, or until a part ends with an error, which is raised."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    dispatcher = Dispatcher(env.listen["work"], env.run_dir, env.attempt, lease_s=config.timing.dead)
+    with contextlib.closing(dispatcher):
+        server = RpcServer(
+            env.listen["rpc"], Executor(config, env.attempt, dispatcher).methods(), env.run_dir, env.attempt
+        )
+
+        async def follow() -> None:
+            async for pools in hub.async_changes():
+                dispatcher.on_pools(pools)
+
+        parts = [asyncio.ensure_future(part) for part in (server.serve(), dispatcher.run(), follow(), stop.wait())]
+        try:
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+        for part in done:
+            part.result()
+
+
+def main() -> int:
+    """Entry of the process."""
+    setup_logging()
+    env = WorkerEnv.from_environ()
+    config = read_resolved(env.run_dir)
+    with HubClient(env, timing=config.timing) as hub:
+        asyncio.run(execute(env, config, hub))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
