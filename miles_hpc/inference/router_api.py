@@ -23,10 +23,6 @@ class RouterUnreachable(RouterError):
     """No answer from the router."""
 
 
-class RegistrationTimeout(RouterError):
-    """The router did not list the engine as healthy, or did not drop it, within the deadline."""
-
-
 class RouterWorker(msgspec.Struct, frozen=True):
     """One engine in a router's list."""
 
@@ -59,17 +55,8 @@ class RouterApi:
             ) from error
 
     async def add(self, url: str) -> None:
-        """Ask for `url` to be listed. The answer 202 says queued, not active: `wait_active` tells. Idempotent."""
+        """Ask for `url` to be listed. Idempotent. 202 says queued: `workers` tells when it is active."""
         await self._call("POST", "/workers", {"url": url}, expect=(200, 201, 202))
-
-    async def register(self, url: str, *, timeout_s: float) -> None:
-        """Add `url` and wait until it is listed as healthy.
-
-        Raises:
-            RegistrationTimeout: when it is not within `timeout_s`.
-        """
-        await self.add(url)
-        await self._poll(url, timeout_s, "listed as healthy", lambda found: any(w.healthy for w in found))
 
     async def remove(self, url: str, *, timeout_s: float = 10.0) -> None:
         """Take `url` from the list and wait until it is gone; one that is not listed is fine.
@@ -79,17 +66,10 @@ class RouterApi:
         for worker in await self.workers():
             if worker.url == base_url(url):
                 await self._call("DELETE", f"/workers/{worker.id}", expect=(200, 202, 204, 404))
-        await self._poll(url, timeout_s, "gone from the list", lambda found: not found)
-
-    async def _poll(self, url: str, timeout_s: float, what: str, done: Any) -> None:
         deadline = time.monotonic() + timeout_s
-        while True:
-            found = [w for w in await self.workers() if w.url == base_url(url)]
-            if done(found):
-                return
+        while any(worker.url == base_url(url) for worker in await self.workers()):
             if time.monotonic() >= deadline:
-                seen = "not listed" if not found else "listed, " + ("healthy" if found[0].healthy else "not healthy")
-                raise RegistrationTimeout(f"router {self.url}: {url} was not {what} within {timeout_s:g} s ({seen})")
+                raise RouterError(f"router {self.url}: {url} is still listed {timeout_s:g} s after its removal")
             await asyncio.sleep(_POLL_S)
 
     async def _call(

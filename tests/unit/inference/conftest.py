@@ -97,7 +97,6 @@ class FakeRouter:
     def __init__(self) -> None:
         self.workers: dict[str, dict[str, Any]] = {}
         self.delay_s = 0.0
-        self.deaf = False
         self.answers: list[tuple[int, Any]] = []
         self.requests: list[tuple[dict[str, Any], dict[str, str]]] = []
         self.hang = False
@@ -138,8 +137,7 @@ class FakeRouter:
 
         async def register() -> None:
             await asyncio.sleep(self.delay_s)
-            if not self.deaf:
-                self.workers[worker_id] = {"id": worker_id, "url": url, "is_healthy": True}
+            self.workers[worker_id] = {"id": worker_id, "url": url, "is_healthy": True}
 
         self._tasks.append(asyncio.ensure_future(register()))
         return web.json_response({"status": "accepted", "worker_id": worker_id, "url": url}, status=202)

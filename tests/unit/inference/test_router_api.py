@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from miles_hpc.inference.router_api import RegistrationTimeout, RouterApi, RouterUnreachable
+from miles_hpc.inference.router_api import RouterApi, RouterError, RouterUnreachable
 
 pytestmark = pytest.mark.unit
 
@@ -17,25 +17,26 @@ def run(parts, scenario):
     return asyncio.run(main())
 
 
-def test_register_returns_only_when_the_router_lists_the_engine(parts):
+def test_an_addition_is_accepted_before_it_is_listed_and_may_be_repeated(parts):
     async def scenario(p):
         router = await p.router()
-        router.delay_s = 0.2
+        router.delay_s = 0.1
         api = RouterApi(router.url, p.http)
         await api.add("http://127.0.0.1:9")
-        assert await api.workers() == [], "202 is no registration"
-        await api.register("http://127.0.0.1:9", timeout_s=5)
+        await api.add("http://127.0.0.1:9")
+        assert await api.workers() == []
+        await asyncio.sleep(0.3)
         return [(w.url, w.healthy) for w in await api.workers()]
 
     assert run(parts, scenario) == [("http://127.0.0.1:9", True)]
 
 
-def test_a_router_that_never_lists_the_engine_is_named_with_what_it_lists(parts):
+def test_a_removal_that_the_router_does_not_carry_out_is_named(parts):
     async def scenario(p):
-        router = await p.router()
-        router.deaf = True
-        with pytest.raises(RegistrationTimeout, match="not listed"):
-            await RouterApi(router.url, p.http).register("http://127.0.0.1:9", timeout_s=0.2)
+        router = await p.router(await p.engine())
+        router.delay_s = 30.0
+        with pytest.raises(RouterError, match="still listed"):
+            await RouterApi(router.url, p.http).remove(next(iter(router.listed())), timeout_s=0.2)
 
     run(parts, scenario)
 
