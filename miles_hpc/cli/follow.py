@@ -32,7 +32,6 @@ class Follower:
         self._asked: list[str] = []
         self._metrics = Tail(run_dir / "metrics.jsonl")
         self._metrics.skip_to_end()
-        self._steps_done = 0
         self._shown_topology = False
 
     def __enter__(self) -> Follower:
@@ -67,7 +66,7 @@ class Follower:
             self._pause(_LOOK_EVERY_S)
         if verdict is None:
             verdict = self._cancel(local)
-        self._show()
+        self._show_steps()
         if verdict.get("outcome") != "finished":
             self._view.progress("stopping")
         self._let_go(local)
@@ -107,10 +106,15 @@ class Follower:
             return False
         return True
 
-    def _show(self) -> None:
+    def _show_steps(self) -> None:
         for row in self._metrics.read():
-            self._steps_done += 1
             self._view.step(row, self._config.steps)
+
+    def _show(self) -> None:
+        self._show_status()
+        self._show_steps()
+
+    def _show_status(self) -> None:
         status = read_json(self._run_dir / "status.json")
         if status.get("attempt") != self._attempt:
             return

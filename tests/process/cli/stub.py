@@ -36,15 +36,18 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 def drive() -> None:
     from miles_hpc.config.load import read_resolved
+    from miles_hpc.specs.compute import compute_specs
     from miles_hpc.wire.client import HubClient
     from miles_hpc.wire.messages import Progress
     from miles_hpc.wire.worker_env import WorkerEnv
 
     env = WorkerEnv.from_environ()
     script = os.environ["STUB_DRIVER"]
-    steps = read_resolved(env.run_dir).steps
+    config = read_resolved(env.run_dir)
+    steps = config.steps
+    cells = sum(spec.scheduling.num_cells for spec in compute_specs(config, env.run_dir))
     with HubClient(env) as hub:
-        hub.wait_for(lambda pools: all(cell.ready for cells in pools.values() for cell in cells) or None, "all", 30)
+        hub.wait_for(lambda pools: sum(c.ready for pool in pools.values() for c in pool) == cells or None, "all", 30)
         if script == "raise":
             raise ValueError("the script says so")
         for step in range(1, steps + 1):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -42,7 +44,7 @@ def place(workplace):
     )
     python.chmod(0o755)
     with (workplace.path / "my.toml").open("a") as file:
-        file.write(f'[runtimes.default]\npython = "{python}"\n[timing]\nprobe_interval = 0.2\n')
+        file.write(f'[runtimes.default]\npython = "{python}"\n[timing]\nprobe_interval = 0.2\nstatus_interval = 0.1\n')
     return workplace
 
 
@@ -238,3 +240,33 @@ def test_a_model_is_made_into_the_run_directory(place):
         check=False,
     )
     assert again.returncode == 0, again.stdout + again.stderr
+
+
+def test_on_a_terminal_the_steps_are_a_table_and_the_cursor_comes_back(place):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "run", "my.toml", "--run-dir", str(place.run_dir)],
+        cwd=place.path,
+        env={**place.env, "STUB_DRIVER": "finish", "TERM": "xterm"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        close_fds=True,
+    )
+    os.close(theirs)
+    shown = b""
+    # The terminal ends (EIO) when the last process that holds it does.
+    with contextlib.suppress(OSError):
+        while data := os.read(ours, 65536):
+            shown += data
+    os.close(ours)
+    assert process.wait(timeout=30) == 0
+    text = shown.decode()
+    assert "tokens/s" in text and "2/2" in text and "finished after 2 steps" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
+def test_agent_and_hub_are_verbs_too(place):
+    for verb in ("agent", "hub"):
+        done = place.call(verb, "--help")
+        assert done.returncode == 0 and f"usage: miles-hpc {verb}" in done.stdout
