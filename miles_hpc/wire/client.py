@@ -123,6 +123,8 @@ class HubClient:
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+            self._wake_in.close()
+            self._wake_out.close()
         self._end("the client was closed")
 
     # ------------------------------------------------------------------------------------------ address book
@@ -254,7 +256,7 @@ class HubClient:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+        with contextlib.suppress(OSError):  # a full pipe wakes as well, and a closed client has nothing to do
             self._wake_in.send(b"\0")
 
     # ------------------------------------------------------------------------------------------ the thread
@@ -302,13 +304,8 @@ class HubClient:
             poller.register(source, zmq.POLLIN)
         up, looked, beat, seq = True, 0.0, 0.0, 0
         while not self._stopping.is_set():
-            now = time.monotonic()
-            if now - beat >= self._timing.heartbeat:
-                beat, seq = now, seq + 1
-                if up:
-                    link.send(ClientHeartbeat(seq=seq))
-            pause = beat + self._timing.heartbeat - time.monotonic()
-            ready = dict(poller.poll(milliseconds(pause if up else min(pause, _LOOK_FOR_HUB_EVERY_S))))
+            pause = beat + self._timing.heartbeat - time.monotonic() if up else _LOOK_FOR_HUB_EVERY_S
+            ready = dict(poller.poll(milliseconds(pause)))
             if self._wake_out.fileno() in ready:
                 self._wake_out.recv(4096)
             for event in link.events():
@@ -321,6 +318,9 @@ class HubClient:
             for message in link.receive():
                 if reason := self._take(message):
                     return reason, link
+            if up and time.monotonic() - beat >= self._timing.heartbeat:
+                beat, seq = time.monotonic(), seq + 1
+                link.send(ClientHeartbeat(seq=seq))
             if up:
                 self._flush(link)
             silent = link.silent_for()

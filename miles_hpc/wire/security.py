@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -35,7 +36,6 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
     "operator": get_args(messages.FromOperator),
 }
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_STOP = b"stop"
 
 
 class SecurityError(Exception):
@@ -127,11 +127,7 @@ class Authenticator:
         self._last_log = 0.0
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
-        self._control: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-        self._stopper: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-        name = f"inproc://miles-hpc-zap-{id(self):x}"
-        self._control.bind(name)
-        self._stopper.connect(name)
+        self._stop_in, self._stop_out = socket.socketpair()
         self._socket.bind(_ZAP_ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
         self._thread.start()
@@ -152,20 +148,18 @@ class Authenticator:
             return self._denied.get(domain, 0)
 
     def close(self) -> None:
-        """End the thread; from then on the context's CURVE servers admit everybody, so close them first."""
-        if self._thread.is_alive():
-            self._stopper.send(_STOP)
-            self._thread.join()
-        self._stopper.close(linger=0)
+        """End the thread; from then on the context's servers admit nobody. The end of the context does the same."""
+        self._stop_in.close()
+        self._thread.join()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._control, zmq.POLLIN)
+        poller.register(self._stop_out, zmq.POLLIN)
         try:
             while True:
                 ready = dict(poller.poll())
-                if self._control in ready:
+                if self._stop_out.fileno() in ready:
                     return
                 if self._socket in ready:
                     self._answer(self._socket.recv_multipart())
@@ -173,7 +167,7 @@ class Authenticator:
             return
         finally:
             self._socket.close(linger=0)
-            self._control.close(linger=0)
+            self._stop_out.close()
 
     def _answer(self, request: list[bytes]) -> None:
         version, request_id, raw_domain, address = [*request[:4], *[b""] * (4 - len(request[:4]))]

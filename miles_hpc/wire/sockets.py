@@ -49,7 +49,6 @@ from miles_hpc.wire.socket_options import (
 
 log = logging.getLogger(__name__)
 
-HUB_DOMAIN = "hub"
 QUEUE_LIMIT = 10_000
 """Messages that wait for one peer before more to it are dropped and counted."""
 _WRONG_HUB_AFTER_S = 1.5
@@ -114,6 +113,10 @@ class HubSocket:
         listen: where to bind; port 0 picks a free one.
         keys: this epoch's server key pair; its public half goes into the rendezvous file.
         roles: client public key -> role (`security.role_keys`).
+        domain: ZAP domain; the default is one of its own.
+
+    Raises:
+        OSError: when the address cannot be bound.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class HubSocket:
         keys: KeyPair,
         roles: Mapping[bytes, str],
         context: Context | None = None,
-        domain: str = HUB_DOMAIN,
+        domain: str = "",
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
         context = context or zmq.Context.instance()
@@ -133,14 +136,14 @@ class HubSocket:
         self._header = codec.header(run_id)
         self._receipts: list[tuple[bytes, Message]] = []
         self._logged = -1.0
-        self._domain = domain
+        self._domain = domain or f"hub-{secrets.token_hex(4)}"
         self._zap = authenticator(context)
-        self._zap.allow(domain, roles)
+        self._zap.allow(self._domain, roles)
         self.socket: Socket = context.socket(zmq.ROUTER)
         """For a poller; readable means `drain` has work."""
         try:
             prepare(self.socket, listen)
-            prepare_server(self.socket, keys, domain)
+            prepare_server(self.socket, keys, self._domain)
             self.socket.set(zmq.ROUTER_MANDATORY, 1)
             # Ids are random per incarnation, so a second connection with one is the same peer coming back.
             self.socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -204,6 +207,7 @@ class HubSocket:
             return
         for peer, receipt in self._receipts:
             self.send(peer, receipt)
+        self._zap.forbid(self._domain)
         self.socket.close(linger=0)
 
     def _admit(self, peer: bytes, frames: list[zmq.Frame]) -> Received | None:

@@ -45,12 +45,17 @@ class FakeHub:
         self._react = react
         self._changed = threading.Condition()
         self._stop = False
+        self._paused = False
+        self._woken = threading.Event()
         self._outbox: list[tuple[bytes, Message]] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stop:
+            if self._paused:
+                self._woken.wait(10)
+                continue
             self.socket.socket.poll(10)
             for received in self.socket.drain():
                 for answer in self._react(received.message):
@@ -77,8 +82,13 @@ class FakeHub:
         """Send to the last program that said hello."""
         self._outbox.append((self.wait_for(ClientHello)[-1].peer, message))
 
+    def pause(self) -> None:
+        """Stand still from now on: connected, and silent."""
+        self._paused = True
+
     def close(self) -> None:
         self._stop = True
+        self._woken.set()
         self._thread.join()
 
 

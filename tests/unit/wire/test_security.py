@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from miles_hpc.wire import messages
+from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.security import (
     DATA,
     ROLES,
@@ -21,6 +22,7 @@ from miles_hpc.wire.security import (
     secrets_dir,
     sender_may_send,
 )
+from miles_hpc.wire.sockets import HubLink, HubSocket
 
 pytestmark = pytest.mark.unit
 
@@ -118,3 +120,25 @@ def test_a_request_that_is_no_zap_request_is_denied_and_does_not_end_the_handler
                 assert socket.recv_multipart()[2] == b"400"
         assert handler.denied("d") == 1
         handler.close()
+
+
+def test_a_context_can_end_while_its_handler_runs():
+    context = zmq.Context()
+    handler = authenticator(context)
+    context.term()
+    handler._thread.join(20)
+    assert not handler._thread.is_alive()
+
+
+def test_without_its_handler_a_server_admits_nobody(run_dir):
+    keys = KeyPair.generate()
+    with zmq.Context() as context:
+        handler = authenticator(context)
+        with HubSocket(
+            HostAndPort("127.0.0.1", 0), run_id="r1", keys=keys, roles=role_keys(run_dir, 1), context=context
+        ) as hub:
+            handler.close()
+            agent = load_client(run_dir, 1, "agent")
+            with HubLink(hub.address, hub_key=keys.public, keys=agent, run_id="r1") as link:
+                assert link.monitor.poll(20_000)
+                assert "up" not in [event.kind for event in link.events()]
