@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 
 from miles_hpc.engine.api import add_arguments, run_program, serve
@@ -36,4 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    status = main()
+    logging.shutdown()
+    # All is closed. The interpreter would spend a second more on taking torch's modules apart, while an agent waits.
+    os._exit(status)
