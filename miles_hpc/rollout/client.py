@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from miles_hpc.wire.client import HubClient
 
 POOL = "executor"
+_ANSWER_MARGIN_S = 10.0
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,8 +148,9 @@ class BatchReader:
         """This rank's shard of a rollout. The same shard is returned until it is acknowledged.
 
         Raises:
-            RpcTimeout: no such rollout was finished in `timeout_s`.
-            RpcRemoteError: `StaleIncarnation`, or `UnevenSplit` when the batch does not divide by `dp_size`.
+            RpcRemoteError: `UnknownRollout` when no such rollout was finished in `timeout_s`, `StaleIncarnation`, or
+                `UnevenSplit` when the batch does not divide by `dp_size`.
+            RpcTimeout, RpcUnreachable: no answer at all.
         """
         from miles_hpc.rollout.convert import TrainBatch
 
@@ -159,7 +161,7 @@ class BatchReader:
             "dp_size": dp_size,
             "timeout_s": timeout_s,
         }
-        _, frames = self._rpc.call_frames("get", params, timeout_s=timeout_s)
+        _, frames = self._rpc.call_frames("get", params, timeout_s=timeout_s + _ANSWER_MARGIN_S)
         return TrainBatch.from_frames(frames)
 
     def ack(self, rollout_id: int, dp_rank: int, timeout_s: float = 60.0) -> None:

@@ -182,6 +182,8 @@ class WorkLink:
         assert isinstance(descriptor, int)
         self._monitor_descriptor = descriptor
         self._loop.add_reader(descriptor, self._watch)
+        # Until a first read has found nothing, a ZeroMQ socket signals nothing.
+        self._loop.call_soon(self._watch)
         socket.connect(address.zmq)
         self._pump = _Pump(socket, self._on_frames)
 
