@@ -204,7 +204,7 @@ class Agent:
                 self._last_foreign_signal = self._clock()
                 self.log.write("signal", name=signal.Signals(signum).name)
             if signum in _STOP_SIGNALS:
-                self._leave(f"the agent got {signal.Signals(signum).name}", 1)
+                self._leave(f"the agent got {signal.Signals(signum).name}", 1, by_signal=True)
 
     def _on_time(self) -> None:
         now = self._clock()
@@ -335,7 +335,7 @@ class Agent:
             self._leave("the hub has ended with its verdict", self.hub.verdict_exit_code())
 
     # --------------------------------------------------------------------------------------------- leaving
-    def _leave(self, reason: str, code: int) -> None:
+    def _leave(self, reason: str, code: int, *, by_signal: bool = False) -> None:
         """Begin to stop everything. The first reason stands; only the hub's own Shutdown leaves workers their grace."""
         now = self._clock()
         if self._leaving is None:
@@ -346,8 +346,9 @@ class Agent:
             if self._told_to_leave:
                 self._hub_deadline = now + HUB_LINGER
             else:
-                # First of all, so that it can write why the run ends before it sees workers end.
-                self.supervisor.stop(self.hub.name, grace=HUB_GRACE)
+                # First of all, so that it can write why the run ends before it sees workers end. It takes a TERM for
+                # the user's wish, so a node that breaks down kills it instead.
+                self.supervisor.stop(self.hub.name, grace=HUB_GRACE if by_signal else 0.0)
         self.table.stop_all(reason, grace)
 
     def _sweep_the_dead(self) -> None:

@@ -152,7 +152,8 @@ class Supervisor:
     def stop(self, name: str, cause: Cause = "stopped", text: str = "", *, grace: float | None = None) -> None:
         """Begin to stop a worker: TERM to its group now, KILL to all of it after `grace` (default: its stop_grace).
 
-        A later call can only shorten the grace; the first cause stands.
+        With a grace of 0 there is no TERM, so that it cannot do anything more. A later call can only shorten the grace;
+        the first cause stands.
         """
         worker = self.workers[name]
         now = self._clock()
@@ -163,8 +164,9 @@ class Supervisor:
             self._begin(worker, kill_at, now)
             if worker.status is None:
                 worker.cause, worker.text = cause, text
-                # Its first process is not reaped, so the number of its group cannot belong to anyone else.
-                _signal_group(worker.pid, signal.SIGTERM)
+                if kill_at > now:
+                    # Its first process is not reaped, so the number of its group cannot belong to anyone else.
+                    _signal_group(worker.pid, signal.SIGTERM)
         worker.check_at = now
 
     def _begin(self, worker: Worker, kill_at: float, now: float) -> None:

@@ -150,6 +150,8 @@ class WorkerTable:
             env.update(order.env)
             if not order.argv or shutil.which(order.argv[0], path=env.get("PATH")) is None:
                 return f"program {order.argv[:1]} is not found or cannot be executed (PATH={env.get('PATH', '')})"
+            if order.probe.kind != "none" and order.probe.port not in order.ports:
+                return f"its probe uses port {order.probe.port!r}, but its ports are {sorted(order.ports)}"
             busy = self._ports.busy(order.worker)
             if busy:
                 return busy

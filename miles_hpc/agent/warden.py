@@ -4,6 +4,8 @@
 (`--incarnation` and `--lifeline` are appended to the agent's arguments). Standard library only and few modules of it,
 so that it starts in milliseconds, needs a few MB and has nothing in it that could fail.
 
+TERM, INT and HUP stop the node in an orderly way, within `STOP_GRACE`; QUIT kills everything at once.
+
 Exit code: the agent's own, or 1 when the agent was killed or something could not be stopped.
 """
 
@@ -26,7 +28,7 @@ SWEEP_DEADLINE = 30.0
 PASS_INTERVAL = 0.02
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_WAITED_FOR = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, *_STOP_SIGNALS)
+_WAITED_FOR = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, *_STOP_SIGNALS)
 
 
 class Warden:
@@ -81,6 +83,9 @@ class Warden:
                 self.stopping = True
                 kill_at = time.monotonic() + STOP_GRACE
                 os.kill(agent, signal.SIGTERM)
+            elif info is not None and info.si_signo == signal.SIGQUIT:
+                self.stopping = True
+                os.kill(agent, signal.SIGKILL)
             elif info is None and kill_at:
                 self._say(f"the agent did not stop within {STOP_GRACE:g} s of its TERM; killing it")
                 os.kill(agent, signal.SIGKILL)

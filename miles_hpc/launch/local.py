@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -134,7 +135,7 @@ class LocalRun:
         return [node for node in self.nodes if node.warden.poll() is None]
 
     def stop(self, reason: str, deadline_s: float = STOP_DEADLINE) -> None:
-        """Stop every node, at the latest by SIGKILL shortly before `deadline_s`, and leave no process of the run.
+        """Stop every node, the hard way shortly before `deadline_s`, and leave no process of the run.
 
         The hub writes a verdict on the way when there is time. Does nothing when all have ended. `reason` is logged.
         """
@@ -146,6 +147,11 @@ class LocalRun:
             node.warden.terminate()
         kill_at = deadline - min(1.0, deadline_s / 4)
         while self.alive() and time.monotonic() < kill_at:
+            self._wait_for_a_warden(_PASS_INTERVAL)
+        # A warden that kills everything below it finds also what carries no marker; killing the warden would not.
+        for node in self.alive():
+            node.warden.send_signal(signal.SIGQUIT)
+        while self.alive() and time.monotonic() < deadline:
             self._wait_for_a_warden(_PASS_INTERVAL)
         for node in self.alive():
             node.warden.kill()

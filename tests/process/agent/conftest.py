@@ -114,10 +114,15 @@ class FakeHub:
         return self.hellos[node]
 
     def reserve(
-        self, worker: str, ports: list[PortInfo], n: int = 1, node: str = "node-00000", **extra: object
+        self,
+        worker: str,
+        ports: list[PortInfo],
+        n: int = 1,
+        node: str = "node-00000",
+        keep: dict[str, int] | None = None,
     ) -> PortsReserved:
         generation = Generation(1, n)
-        self.send(node, ReservePorts(worker=worker, generation=generation, ports=ports, **extra))  # type: ignore[arg-type]
+        self.send(node, ReservePorts(worker=worker, generation=generation, ports=ports, keep=keep or {}))
         return self.expect(PortsReserved, worker, generation)
 
     def start(

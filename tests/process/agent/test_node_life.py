@@ -80,6 +80,16 @@ def test_term_to_the_warden_stops_the_node_in_time(hub, node, nodes, family):
     assert hub.expect(WorkerExited).cause == "stopped"
 
 
+def test_quit_to_the_warden_ends_the_node_at_once(hub, node, nodes, family):
+    nodes.wardens["node-00000"].terminate()
+    hub.pump(0.2)
+    started = time.monotonic()
+    nodes.wardens["node-00000"].send_signal(signal.SIGQUIT)
+    assert nodes.wardens["node-00000"].wait(5) == 1
+    assert time.monotonic() - started < 1
+    assert _gone(family)
+
+
 def test_direct_workers_die_when_warden_and_agent_are_killed_together(hub, node, nodes, family):
     nodes.wardens["node-00000"].kill()
     os.kill(node.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -50,8 +51,6 @@ print(json.dumps({
 }))
 """
     hub.start(WORKER, program)
-    import json
-
     found = json.loads(hub.exited(WORKER).log_tail)
     scratch = Path(found["env"].pop("TMPDIR"))
     assert found == {
@@ -119,8 +118,13 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """,
-    "spawned by multiprocessing": "import multiprocessing; multiprocessing.get_context('spawn').Process(target=signal.pause).start()",
-    "no environment, own session": f"subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True, env={{}})",
+    "spawned by multiprocessing": """
+import multiprocessing
+multiprocessing.get_context('spawn').Process(target=signal.pause).start()
+""",
+    "no environment, own session": f"""
+subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True, env={{}})
+""",
 }
 
 
@@ -197,6 +201,20 @@ def test_a_program_that_does_not_exist_is_reported_by_name(hub, node):
     )
     ended = hub.exited(WORKER)
     assert ended.cause == "spawn_failed" and "no-such-program" in ended.text
+
+
+def test_a_probe_of_an_unknown_port_is_refused(hub, node):
+    order = StartWorker(
+        worker=WORKER,
+        generation=Generation(1, 1),
+        argv=[sys.executable],
+        env={},
+        ports={},
+        probe=Probe(kind="tcp", port="http"),
+    )
+    hub.send("node-00000", order)
+    ended = hub.exited(WORKER)
+    assert ended.cause == "spawn_failed" and "'http'" in ended.text
 
 
 def test_shutdown_stops_everything_and_passes_the_exit_code_on(hub, node, nodes):

@@ -1,0 +1,115 @@
+"""Inventory, scratch directories, the log, and the warden's options."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from miles_hpc.agent import inventory
+from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.run import parser
+from miles_hpc.agent.scratch import Scratch, ScratchError, choose_base
+from miles_hpc.agent.table import read_tail
+from miles_hpc.wire.messages import Gpu
+
+pytestmark = pytest.mark.unit
+
+GPUS = [Gpu(uuid=f"GPU-{letter * 8}", index=i) for i, letter in enumerate("abc")]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("GPU-bbbb", [1]),
+        ("0, GPU-cccccccc", [0, 2]),
+        ("1,7,0", [1]),
+        ("NoDevFiles", []),
+        ("GPU-", []),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_does(allowed, expected):
+    assert [gpu.index for gpu in inventory.visible(GPUS, allowed)] == expected
+
+
+def test_local_nodes_share_cpus_and_memory():
+    whole, half = inventory.take(), inventory.take(0.5)
+    assert whole.cpus == len(os.sched_getaffinity(0)) and half.cpus == whole.cpus / 2
+    assert 0 < half.memory_bytes <= whole.memory_bytes / 2 + 1
+
+
+def test_a_memory_limit_of_the_control_group_counts(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text("12345\n")
+    (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    monkeypatch.setattr(inventory, "_cgroup_v2", lambda: tmp_path)
+    assert inventory.memory_limit() == 12345
+    assert inventory.oom_kills() == 2
+    (tmp_path / "memory.max").write_text("max\n")
+    assert inventory.memory_limit() > 12345
+
+
+def test_oom_kills_are_unknown_without_a_control_group(monkeypatch):
+    monkeypatch.setattr(inventory, "_cgroup_v2", lambda: None)
+    monkeypatch.setattr(inventory, "_cgroup_v1", lambda: None)
+    assert inventory.oom_kills() is None
+
+
+def test_scratch_is_the_first_usable_directory(tmp_path):
+    missing = tmp_path / "missing"
+    assert choose_base([str(missing), "", str(tmp_path)]) == tmp_path
+    with pytest.raises(ScratchError, match=r"missing \(No such file or directory\).*set TMPDIR"):
+        choose_base([str(missing)])
+
+
+def test_each_worker_has_a_short_private_directory_that_goes_with_it(tmp_path):
+    scratch = Scratch("/run/0/node-00000", {"TMPDIR": str(tmp_path), "HOME": "/home/x"})
+    first, second = scratch.make(), scratch.make()
+    assert first != second and first.stat().st_mode & 0o777 == 0o700
+    assert len(str(first)) - len(str(tmp_path)) < 30
+    (first / "deep").mkdir()
+    scratch.remove(first)
+    assert not first.exists() and second.exists()
+    scratch.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_caches_of_compiled_code_follow_and_the_user_s_own_stay(tmp_path):
+    scratch = Scratch("k", {"TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "/mine"})
+    values = scratch.variables(scratch.make())
+    assert "TRITON_CACHE_DIR" not in values
+    assert values["XDG_CACHE_HOME"].startswith(str(scratch.root))
+    # Downloaded models must still be found.
+    assert values["HF_HOME"].endswith("/.cache/huggingface")
+    scratch.close()
+
+
+def test_the_log_is_one_json_object_a_line(tmp_path, capsys):
+    log = JsonLog(tmp_path / "deep" / "agent.jsonl", "node-00000")
+    log.write("started", pid=1)
+    log.write("worker_exited", "warning", path=Path("/x"), text="two\nlines")
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "deep" / "agent.jsonl").read_text().splitlines()]
+    assert [(row["level"], row["where"], row["event"]) for row in rows] == [
+        ("info", "node-00000", "started"),
+        ("warning", "node-00000", "worker_exited"),
+    ]
+    assert rows[1]["path"] == "/x" and rows[0]["t"] <= rows[1]["t"]
+    assert "worker_exited" in capsys.readouterr().err
+
+
+def test_a_tail_is_the_end_of_a_file_and_never_fails(tmp_path):
+    path = tmp_path / "log"
+    assert read_tail(path, 10) == ""
+    path.write_bytes(b"x" * 100 + b"\xff the end")
+    assert read_tail(path, 8) == " the end"
+    assert "�" in read_tail(path, 9)
+
+
+def test_the_agent_s_options_have_defaults_for_a_plain_start():
+    given = parser().parse_args(["--run-dir", "/r", "--attempt", "2", "--node-index", "1", "--address", "::1"])
+    assert (given.hub, given.local_nodes, given.lifeline, given.incarnation) == (False, 1, -1, "")

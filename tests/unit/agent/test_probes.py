@@ -1,0 +1,148 @@
+"""What answers mean (pure), and the asking, with servers in this process."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+import pytest
+
+from miles_hpc.agent.probes import Finding, Probes, Verdict
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import Probe
+
+pytestmark = pytest.mark.unit
+
+G = Generation(1, 1)
+
+
+def _verdict(**fields: object) -> Verdict:
+    return Verdict("w", G, Probe(kind="tcp", port="p", **fields), now=100.0)  # type: ignore[arg-type]
+
+
+def test_the_first_good_answer_makes_ready_and_later_ones_say_nothing():
+    verdict = _verdict()
+    assert verdict.on_answer("", 101) == Finding("w", G, "ready")
+    assert verdict.on_answer("", 102) is None
+
+
+def test_errors_before_the_start_deadline_are_no_news():
+    verdict = _verdict(start_deadline=10)
+    assert verdict.on_answer("refused", 109.9) is None
+    found = verdict.on_answer("refused", 110)
+    assert found is not None and found.kind == "start_deadline" and "refused" in found.text
+
+
+def test_a_start_deadline_passes_without_any_answer():
+    found = _verdict(start_deadline=10).on_time(110)
+    assert found is not None and found.kind == "start_deadline"
+
+
+def test_only_a_row_of_bad_answers_of_threshold_length_fails():
+    verdict = _verdict(threshold=3)
+    verdict.on_answer("", 101)
+    for answer in ("bad", "bad", "", "bad", "bad"):
+        assert verdict.on_answer(answer, 102) is None
+    found = verdict.on_answer("bad", 103)
+    assert found is not None and found.kind == "probe_failed" and "3 probes in a row" in found.text
+
+
+def test_a_ready_worker_has_no_start_deadline():
+    verdict = _verdict(start_deadline=10)
+    verdict.on_answer("", 101)
+    assert verdict.on_time(1e9) is None
+
+
+def test_a_starting_worker_is_asked_more_often():
+    verdict = _verdict(interval=2.0)
+    assert verdict.interval(101) == 0.1 and verdict.interval(200) == 0.5
+    verdict.on_answer("", 201)
+    assert verdict.interval(201) == 2.0
+
+
+# ------------------------------------------------------------------------------------------------ asking
+class Server:
+    """Answers one connection after the other with what it is told to, whenever `serve` is called."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setblocking(False)
+        self.port = self.listener.getsockname()[1]
+        self.requests: list[bytes] = []
+        self._open: socket.socket | None = None
+
+    def serve(self, answer: bytes) -> None:
+        try:
+            if self._open is None:
+                self._open, _ = self.listener.accept()
+                self._open.setblocking(False)
+            self.requests.append(self._open.recv(4096))
+        except BlockingIOError:
+            return
+        with self._open as connection:
+            connection.sendall(answer)
+        self._open = None
+
+    def close(self) -> None:
+        self.listener.close()
+        if self._open is not None:
+            self._open.close()
+
+
+@pytest.fixture
+def server():
+    made = Server()
+    yield made
+    made.close()
+
+
+def _ask(server: Server, answer: bytes, kind: str = "http", tries: int = 200, **fields: object) -> list[Finding]:
+    probes = Probes(time.monotonic)
+    probe = Probe(kind=kind, port="p", interval=0.02, timeout=0.3, **fields)  # type: ignore[arg-type]
+    probes.add("w", G, probe, HostAndPort("127.0.0.1", server.port))
+    findings: list[Finding] = []
+    for _ in range(tries):
+        poller = select.poll()
+        for descriptor, event in probes.filenos().items():
+            poller.register(descriptor, event)
+        ready = {descriptor for descriptor, _ in poller.poll(5)}
+        findings += probes.advance(ready)
+        if findings:
+            break
+        if kind == "http":
+            server.serve(answer)
+    probes.remove("w")
+    assert probes.filenos() == {} and probes.next_deadline() == float("inf")
+    return findings
+
+
+def test_http_200_is_ready_and_the_request_is_plain(server):
+    assert [f.kind for f in _ask(server, b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", path="/health")] == ["ready"]
+    request = server.requests[0].decode()
+    assert request.startswith("GET /health HTTP/1.1\r\n") and f"Host: 127.0.0.1:{server.port}\r\n" in request
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 503 Service Unavailable\r\n\r\n", b"SSH-2.0-OpenSSH\r\n", b""])
+def test_another_answer_is_not_ready(server, answer):
+    findings = _ask(server, answer, start_deadline=0.4)
+    assert [f.kind for f in findings] == ["start_deadline"]
+    assert ("503" in findings[0].text) or ("expected an HTTP status line" in findings[0].text)
+
+
+def test_an_open_port_is_enough_for_tcp(server):
+    assert [f.kind for f in _ask(server, b"", kind="tcp")] == ["ready"]
+
+
+def test_a_closed_port_is_named(server):
+    server.listener.close()
+    findings = _ask(server, b"", kind="tcp", start_deadline=0.3)
+    assert [f.kind for f in findings] == ["start_deadline"] and "Connection refused" in findings[0].text
+
+
+def test_a_removed_worker_is_asked_no_more(server):
+    probes = Probes(time.monotonic)
+    probes.add("w", G, Probe(kind="tcp", port="p"), HostAndPort("127.0.0.1", server.port))
+    probes.remove("w")
+    assert probes.advance(set()) == [] and probes.next_deadline() == float("inf")

@@ -1,0 +1,287 @@
+"""Orders and reports, with a supervisor that starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.ports import PortLocks, Ports
+from miles_hpc.agent.probes import Finding, Probes
+from miles_hpc.agent.scratch import Scratch
+from miles_hpc.agent.supervise import Exit, SpawnError
+from miles_hpc.agent.table import WorkerTable
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import (
+    Message,
+    PortInfo,
+    PortsReserved,
+    Probe,
+    ReservePorts,
+    StartWorker,
+    StopWorker,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+)
+
+pytestmark = pytest.mark.unit
+
+W = "pool-00000-00000"
+
+
+def g(n: int) -> Generation:
+    return Generation(1, n)
+
+
+@dataclass
+class FakeProcess:
+    pid: int = 4242
+    stop_grace: float = 5.0
+
+
+@dataclass
+class FakeSupervisor:
+    """Records what it is told to do."""
+
+    workers: dict[str, FakeProcess] = field(default_factory=dict)
+    spawned: list[dict[str, Any]] = field(default_factory=list)
+    stopped: list[tuple[Any, ...]] = field(default_factory=list)
+    failure: str = ""
+
+    def spawn(self, name, generation, argv, env, log_path, *, stop_grace, ports_free):
+        if self.failure:
+            raise SpawnError(self.failure)
+        self.spawned.append({"name": name, "generation": generation, "argv": argv, "env": env, "log": log_path})
+        self.workers[name] = FakeProcess(stop_grace=stop_grace)
+        return self.workers[name]
+
+    def stop(self, name, cause="stopped", text="", *, grace=None):
+        self.stopped.append((name, cause, text, grace))
+
+    def pids(self, name):
+        return [self.workers[name].pid]
+
+
+class Node:
+    def __init__(self, tmp_path: Path) -> None:
+        self.sent: list[Message] = []
+        self.supervisor = FakeSupervisor()
+        self.ports = Ports("127.0.0.9", run_id="r", attempt=0, node="n", locks=PortLocks(str(tmp_path)))
+        self.scratch = Scratch("k", {"TMPDIR": str(tmp_path)})
+        self.log = JsonLog(tmp_path / "agent.jsonl", "node-00000")
+        self.table = WorkerTable(
+            self.supervisor,  # type: ignore[arg-type]
+            self.ports,
+            Probes(lambda: 0.0),
+            self.scratch,
+            tmp_path,
+            self.log,
+            self.sent.append,
+        )
+
+    def close(self) -> None:
+        self.ports.close()
+        self.log.close()
+        self.scratch.close()
+
+    def took(self) -> list[Message]:
+        sent, self.sent[:] = list(self.sent), []
+        return sent
+
+    def reserve(self, n: int = 1, *, accept: bool = True, **fields: Any) -> None:
+        order = ReservePorts(worker=W, generation=g(n), ports=[PortInfo(name="http")], **fields)
+        self.table.on_reserve(order, accept=accept)
+
+    def start(self, n: int = 1, *, accept: bool = True, probe: Probe | None = None, **fields: Any) -> None:
+        fields = {"argv": [sys.executable], "env": {}, "ports": {}, **fields}
+        order = StartWorker(worker=W, generation=g(n), probe=probe or Probe(), **fields)
+        self.table.on_start(order, accept=accept)
+
+    def end(self, n: int = 1, **fields: Any) -> None:
+        given: dict[str, Any] = {
+            "exit_code": 1,
+            "signal": None,
+            "killed_by_us": False,
+            "cause": "exited",
+            "text": "",
+            "leftovers": 0,
+        }
+        self.supervisor.workers.pop(W, None)
+        self.table.on_exit(Exit(name=W, generation=g(n), pid=4242, **{**given, **fields}), by_slurm=False)
+
+
+@pytest.fixture
+def node(tmp_path: Path):
+    made = Node(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_worker_goes_through_its_states(node):
+    node.reserve()
+    (reserved,) = node.took()
+    assert isinstance(reserved, PortsReserved) and not reserved.error
+    assert [(r.state, r.ports) for r in node.table.rows()] == [("reserved", reserved.ports)]
+    assert not node.table.running()
+    node.start(ports=reserved.ports)
+    assert node.took() == [
+        WorkerStarted(worker=W, generation=g(1), pid=4242),
+        WorkerReady(worker=W, generation=g(1)),
+    ]
+    assert [r.state for r in node.table.rows()] == ["ready"] and node.table.running()
+    node.table.on_stop(StopWorker(worker=W, generation=g(1), reason="why"))
+    assert node.supervisor.stopped == [(W, "stopped", "why", None)]
+    assert [r.state for r in node.table.rows()] == ["stopping"]
+    assert node.took() == []
+    node.end(cause="stopped", text="why", exit_code=0)
+    (exited,) = node.took()
+    assert isinstance(exited, WorkerExited) and (exited.cause, exited.text) == ("stopped", "why")
+    assert node.table.rows() == []
+
+
+def test_a_worker_with_a_probe_is_ready_only_when_it_answers(node):
+    node.reserve()
+    ports = node.sent[-1].ports
+    node.start(ports=ports, probe=Probe(kind="tcp", port="http"))
+    assert [type(m) for m in node.took()] == [PortsReserved, WorkerStarted]
+    node.table.on_finding(Finding(W, g(1), "ready"))
+    assert node.took() == [WorkerReady(worker=W, generation=g(1))]
+
+
+@pytest.mark.parametrize("kind", ["probe_failed", "start_deadline"])
+def test_a_failed_probe_stops_the_worker_with_its_cause(node, kind):
+    node.start()
+    node.table.on_finding(Finding(W, g(1), kind, "why"))
+    node.table.on_finding(Finding(W, g(1), kind, "again"))
+    assert node.supervisor.stopped == [(W, kind, "why", None)]
+
+
+def test_a_finding_about_another_generation_is_thrown_away(node):
+    node.start(n=2)
+    node.table.on_finding(Finding(W, g(1), "probe_failed", "late"))
+    assert node.supervisor.stopped == []
+
+
+def test_orders_twice_are_answered_alike_and_done_once(node):
+    node.reserve()
+    node.reserve()
+    first, second = node.took()
+    assert first == second
+    node.start()
+    node.took()
+    node.start()
+    assert node.took() == [WorkerStarted(worker=W, generation=g(1), pid=4242)]
+    assert len(node.supervisor.spawned) == 1
+
+
+def test_an_older_generation_is_refused(node):
+    node.reserve(n=5)
+    node.took()
+    node.reserve(n=4)
+    (answer,) = node.took()
+    assert isinstance(answer, PortsReserved) and "older than 1-5" in answer.error
+    node.start(n=4)
+    (report,) = node.took()
+    assert isinstance(report, WorkerExited) and report.cause == "spawn_failed" and report.generation == g(4)
+    assert node.supervisor.spawned == []
+
+
+def test_a_newer_reservation_replaces_an_older_one(node):
+    node.reserve(n=1)
+    node.reserve(n=2)
+    assert [str(r.generation) for r in node.table.rows()] == ["1-2"]
+
+
+def test_a_running_worker_keeps_its_place(node):
+    node.start(n=1)
+    node.took()
+    node.reserve(n=2)
+    node.start(n=2)
+    answer, report = node.took()
+    assert isinstance(answer, PortsReserved) and "not stopped yet" in answer.error
+    assert isinstance(report, WorkerExited) and "not stopped yet" in report.text
+    assert [str(r.generation) for r in node.table.rows()] == ["1-1"]
+
+
+def test_a_stop_of_another_generation_stops_nothing_and_is_confirmed(node):
+    node.start(n=3)
+    node.took()
+    node.table.on_stop(StopWorker(worker=W, generation=g(2)))
+    (report,) = node.took()
+    assert isinstance(report, WorkerExited) and (report.generation, report.cause) == (g(2), "stopped")
+    assert node.supervisor.stopped == []
+
+
+def test_a_reservation_is_given_back_by_a_stop(node):
+    node.reserve()
+    node.took()
+    node.table.on_stop(StopWorker(worker=W, generation=g(1)))
+    assert node.table.rows() == [] and [type(m) for m in node.took()] == [WorkerExited]
+
+
+def test_a_leaving_agent_takes_no_work(node):
+    node.reserve(accept=False)
+    node.start(accept=False)
+    answer, report = node.took()
+    assert isinstance(answer, PortsReserved) and "leaving" in answer.error
+    assert isinstance(report, WorkerExited) and "leaving" in report.text
+
+
+def test_a_failed_spawn_is_reported_and_leaves_no_row_and_no_scratch(node):
+    node.supervisor.failure = "no process could be made"
+    node.start()
+    (report,) = node.took()
+    assert isinstance(report, WorkerExited) and report.text == "no process could be made"
+    assert node.table.rows() == [] and list(node.scratch.root.iterdir()) == []
+
+
+def test_the_order_s_environment_wins_and_gpus_are_given_by_uuid(node, monkeypatch):
+    monkeypatch.setenv("MILES_HPC_WORKER", "outer")
+    node.start(env={"TMPDIR": "/mine", "MILES_HPC_WORKER": W}, gpu_uuids=["GPU-a", "GPU-b"])
+    env = node.supervisor.spawned[0]["env"]
+    assert env["TMPDIR"] == "/mine" and env["MILES_HPC_WORKER"] == W
+    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b" and env["PYTHONUNBUFFERED"] == "1"
+
+
+def test_stop_all_caps_the_grace_and_drops_reservations(node):
+    node.start(stop_grace=20.0)
+    node.table.stop_all("the end", 3.0)
+    assert node.supervisor.stopped == [(W, "stopped", "the end", 3.0)]
+    node.table.stop_all("the end", None)
+    assert node.supervisor.stopped[-1] == (W, "stopped", "the end", 20.0)
+
+
+def test_a_lost_port_race_is_named(node, tmp_path):
+    node.start()
+    (tmp_path / f"{W}.g1-1.log").write_text("OSError: [Errno 98] Address already in use\n")
+    node.took()
+    node.end()
+    (report,) = node.took()
+    assert isinstance(report, WorkerExited) and "EADDRINUSE" in report.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "killed_by_us", "expected"),
+    [(0, 1, False, "yes"), (1, 1, False, "no"), (None, None, False, "probable"), (0, 1, True, "no")],
+)
+def test_a_kill_that_was_not_ours_may_be_the_kernel_s(node, monkeypatch, before, after, killed_by_us, expected):
+    counts = iter([before, after])
+    monkeypatch.setattr("miles_hpc.agent.inventory.oom_kills", lambda: next(counts))
+    node.start()
+    node.took()
+    node.end(exit_code=None, signal=9, killed_by_us=killed_by_us)
+    (report,) = node.took()
+    assert isinstance(report, WorkerExited) and report.oom == expected
+
+
+def test_what_was_left_behind_is_said(node):
+    node.start()
+    node.took()
+    node.end(leftovers=2)
+    (report,) = node.took()
+    assert isinstance(report, WorkerExited) and "2 processes that it had started were killed" in report.text
