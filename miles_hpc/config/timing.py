@@ -40,6 +40,14 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     join: Annotated[float, Meta(gt=0, description="Until every node of the run has said hello.")] = 60.0
     stop_grace: Annotated[float, Meta(gt=0, description="Between SIGTERM and SIGKILL to a worker's group.")] = 5.0
     trainer_stop_grace: Annotated[float, Meta(gt=0, description="The same for a trainer's group.")] = 20.0
+    drain: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="From a request to drain until everything stops, committed or not, when the request names no "
+            "time; Slurm's KillWait (30 s) less the stop must be enough.",
+        ),
+    ] = 20.0
     start_deadline: Annotated[
         float, Meta(gt=0, description="Until a started worker's probe must have passed once.")
     ] = 1800.0

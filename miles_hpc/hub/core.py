@@ -6,7 +6,7 @@ import enum
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
@@ -15,6 +15,9 @@ from miles_hpc.hub.summary import Seconds, merged_summary
 from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.wire.ids import Generation, cell_id, worker_id
 from miles_hpc.wire.messages import FromHub, Gpu, StartWorker
+
+if TYPE_CHECKING:
+    from miles_hpc.hub.drain import Drain
 
 WRITE_PATIENCE_S = 3.0
 """A verdict that is not durable after this time no longer holds up the end of the processes."""
@@ -58,6 +61,9 @@ class RunInfo:
     digest: str = ""
     hub: str = ""
     """Where the hub listens, for people."""
+    drain_on_signal: bool = False
+    """A signal is the scheduler's, which also reaches the hub, and means drain; otherwise it is the user's wish to
+    end the run."""
 
 
 @dataclass
@@ -178,6 +184,7 @@ class Core:
         self.driver_summary: dict[str, Any] = {}
         self.ready_at: float | None = None
         self.first_step_at: float | None = None
+        self.drain: Drain | None = None
         self.outcome: Outcome | None = None
         self.decided_at = 0.0
         self.shutdown_sent = self.leaving = False

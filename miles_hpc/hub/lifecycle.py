@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from miles_hpc.hub.actions import Outcome
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
+from miles_hpc.hub.drain import UNCOMMITTED
 from miles_hpc.hub.placement import NodeSlots, Place, PlacementRefused, place
 from miles_hpc.hub.render import ports_of_worker, start_order
 from miles_hpc.wire.ids import Generation
@@ -32,7 +33,7 @@ class Ending:
 # ------------------------------------------------------------------------------------------------ starting
 def advance(core: Core) -> None:
     """Take each cell over the barriers that it can pass now."""
-    if core.outcome is not None:
+    if core.outcome is not None or core.drain is not None:
         return
     if core.begun:
         for cell_id in list(core.waiting):
@@ -289,6 +290,10 @@ def send_stop(core: Core, cell: Cell, worker: Worker, reason: str) -> None:
 def _judge(core: Core, cell: Cell, ending: Ending) -> None:
     """Whether the run survives this end, and how long the next start waits."""
     heal = core.heal
+    if core.drain is not None:
+        if cell.spec.restart == "fail_run":
+            core.decide("drained", f"{core.drain.reason}; {ending.text}: {UNCOMMITTED}")
+        return
     if cell.spec.restart == "fail_run":
         what = "ended before it had finished the run" if cell.spec.category == "driver" else "ended"
         core.decide(ending.outcome, f"cell {cell.id} {what}, and the run cannot go on without it: {ending.text}")

@@ -142,7 +142,7 @@ def on_goodbye(core: Core, node: Node, reason: str) -> None:
     for cell, worker in _workers_on(core, node):
         lifecycle.on_worker_gone(core, cell, worker, Ending(text, budgeted=False, outcome="cancelled"))
     if core.begun and not any(core.present_nodes()):
-        core.decide("cancelled", f"every agent has left; the last: {text}")
+        core.decide("drained" if core.drain else "cancelled", f"every agent has left; the last: {text}")
 
 
 def _workers_on(core: Core, node: Node) -> list[tuple[Cell, Worker]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
-from miles_hpc.hub import lifecycle, membership, views
+from miles_hpc.hub import drain, lifecycle, membership, views
 from miles_hpc.hub.actions import Action, Event, HubBroke, HubSignalled, Leave, Received, Tick, VerdictWritten
 from miles_hpc.hub.core import LEAVE_SLACK_S, WRITE_PATIENCE_S, Client, Core, RunInfo
 from miles_hpc.hub.render import address_book
@@ -21,6 +21,8 @@ from miles_hpc.wire.messages import (
     ClientHello,
     ClientWelcome,
     Done,
+    DrainRequest,
+    DrainRun,
     FinishRun,
     FullTable,
     GetCells,
@@ -41,7 +43,7 @@ from miles_hpc.wire.messages import (
 OWN_LAG_S = 1.0
 """A hub that did nothing for longer than this was itself stalled, and judges nobody by that time."""
 
-_FromAgent = Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye
+_FromAgent = Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye | DrainRequest
 _FromClient = ClientHeartbeat | Progress | FinishRun | ReplaceCell
 
 
@@ -85,6 +87,7 @@ class HubState:
                 self._watch_start()
         if core.outcome is None:
             lifecycle.advance(core)
+            drain.watch(core)
             self._publish()
         self._watch_end()
         out, core.out = core.out, []
@@ -116,6 +119,9 @@ class HubState:
         elif isinstance(message, CancelRun):
             core.decide("cancelled", message.reason or "cancelled by an operator")
             core.send(peer, Done(call_id=message.call_id))
+        elif isinstance(message, DrainRun):
+            drain.begin(core, message.reason or "drained by an operator", message.deadline_s, "operator")
+            core.send(peer, Done(call_id=message.call_id))
 
     def _on_agent(self, node_name: str, message: _FromAgent) -> None:
         core = self.core
@@ -144,6 +150,8 @@ class HubState:
                 lifecycle.on_exited(core, message, node_name)
             case Goodbye():
                 membership.on_goodbye(core, node, message.reason)
+            case DrainRequest():
+                drain.begin(core, message.reason, message.deadline_s, node_name)
 
     def _on_client_hello(self, peer: bytes, hello: ClientHello) -> None:
         core = self.core
@@ -158,6 +166,7 @@ class HubState:
         info = core.info
         core.send(peer, ClientWelcome(epoch=info.epoch, run_id=info.run_id, attempt=info.attempt))
         core.send(peer, self._pool_addrs())
+        drain.tell(core, peer)
 
     def _on_client(self, peer: bytes, client: Client, message: _FromClient) -> None:
         core = self.core
@@ -196,7 +205,10 @@ class HubState:
     def _on_signal(self, name: str) -> None:
         """The first ends the run; one that comes after the agents were sent away ends the wait for them."""
         core = self.core
-        core.decide("cancelled", f"the hub got {name}")
+        if core.info.drain_on_signal:
+            drain.begin(core, f"the hub got {name}", 0.0, "signal")
+        else:
+            core.decide("cancelled", f"the hub got {name}")
         if core.shutdown_sent and not core.leaving:
             self._leave()
 

@@ -54,6 +54,7 @@ def status_reply(core: Core, call_id: str) -> StatusReply:
         age_s=0.0,
         summary=core.driver_summary,
         outcome=core.outcome or "",
+        draining="" if core.drain is None else core.drain.reason,
     )
 
 
@@ -67,4 +68,4 @@ def status_object(core: Core, written_at: float) -> dict[str, Any]:
 
 
 def _with_defaults(reply: dict[str, Any]) -> dict[str, Any]:
-    return {"summary": {}, "outcome": "", **reply}
+    return {"summary": {}, "outcome": "", "draining": "", **reply}

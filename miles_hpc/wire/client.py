@@ -22,6 +22,7 @@ from miles_hpc.wire.messages import (
     ClientHello,
     ClientWelcome,
     Done,
+    Draining,
     FinishRun,
     Message,
     PoolAddrs,
@@ -85,6 +86,7 @@ class HubClient:
         self._book = PoolAddrs(revision=-1, pools={})
         self._welcome = ClientWelcome(epoch=0, run_id="", attempt=env.attempt)
         self._ended = ""
+        self._draining: Draining | None = None
         self._callbacks: list[Callable[[Pools], None]] = []
         self._progress: Progress | None = None
         self._progress_sent = True
@@ -158,6 +160,11 @@ class HubClient:
         """As the hub said in its welcome."""
         return self._welcome.run_id
 
+    @property
+    def draining(self) -> Draining | None:
+        """Set once the run drains; callbacks of `on_change` are called then."""
+        return self._draining
+
     def wait_for(self, predicate: Callable[[Pools], T | None], what: str, timeout_s: float) -> T:
         """Wait until `predicate(pools)` gives something other than None or False, and return it.
 
@@ -226,7 +233,7 @@ class HubClient:
 
     def finish(
         self,
-        outcome: Literal["finished", "failed"],
+        outcome: Literal["finished", "failed", "drained"],
         reason: str = "",
         summary: dict[str, Any] | None = None,
         timeout_s: float = 30.0,
@@ -369,6 +376,10 @@ class HubClient:
             with self._changed:
                 self._unacknowledged.pop(message.call_id, None)
                 self._changed.notify_all()
+        elif isinstance(message, Draining):
+            log.warning("the run drains within %.0f s: %s", message.deadline_s, message.reason)
+            self._draining = message
+            self._tell()
         elif isinstance(message, Superseded):
             return f"superseded: {message.reason}"
         elif isinstance(message, Refused):

@@ -143,6 +143,14 @@ class Goodbye(Message, frozen=True):
     reason: str = ""
 
 
+class DrainRequest(Message, frozen=True):
+    """The node is about to be taken away: commit and stop. Any agent may ask; the first request counts."""
+
+    reason: str
+    deadline_s: float = 0.0
+    """Seconds until everything must have stopped; 0: `timing.drain`."""
+
+
 # ---------------------------------------------------------------------------------------------- hub -> agent
 class Welcome(Message, frozen=True):
     node: str
@@ -223,7 +231,7 @@ class Progress(Message, frozen=True):
 class FinishRun(Message, frozen=True):
     """From the driver: the run is over."""
 
-    outcome: Literal["finished", "failed"]
+    outcome: Literal["finished", "failed", "drained"]
     reason: str = ""
     summary: dict[str, Any] = {}
     call_id: str = ""
@@ -274,6 +282,14 @@ class Superseded(Message, frozen=True):
     reason: str = ""
 
 
+class Draining(Message, frozen=True):
+    """No new work: the driver ends the step that it is in, commits, and finishes the run as drained."""
+
+    reason: str
+    deadline_s: float
+    """Seconds from now until the hub stops everything, committed or not."""
+
+
 # ---------------------------------------------------------------------------------------------- operator
 class GetStatus(Message, frozen=True):
     call_id: str
@@ -288,6 +304,54 @@ class CancelRun(Message, frozen=True):
 
     call_id: str
     reason: str = ""
+
+
+class DrainRun(Message, frozen=True):
+    """End the run as drained, after a last commit when there is time for it."""
+
+    call_id: str
+    reason: str = ""
+    deadline_s: float = 0.0
+    """As in DrainRequest."""
+
+
+class StopCell(Message, frozen=True):
+    """Stop this generation of a cell and keep it stopped until StartCell. Another generation is refused."""
+
+    call_id: str
+    cell: str
+    generation: Generation
+    reason: str = ""
+
+
+class StartCell(Message, frozen=True):
+    """A cell that an operator stopped is wanted again, with a fresh budget."""
+
+    call_id: str
+    cell: str
+
+
+class RestartCell(Message, frozen=True):
+    """Stop this generation of a cell and start the next one, at no cost to its budget."""
+
+    call_id: str
+    cell: str
+    generation: Generation
+    reason: str = ""
+
+
+class GetEvents(Message, frozen=True):
+    """The hub's newest events, at most `limit`, from number `since` on."""
+
+    call_id: str
+    since: int = 0
+    limit: int = 1000
+
+
+class GetDump(Message, frozen=True):
+    """All that the hub knows, for those who look for a fault in it."""
+
+    call_id: str
 
 
 class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,11 +391,26 @@ class StatusReply(Message, frozen=True):
     age_s: float
     summary: dict[str, Any] = {}
     outcome: str = ""
+    draining: str = ""
+    """Why the run drains; empty when it does not."""
 
 
 class CellsReply(Message, frozen=True):
     call_id: str
     cells: list[CellRow]
+
+
+class EventsReply(Message, frozen=True):
+    call_id: str
+    events: list[dict[str, Any]]
+    """Lines of hub.jsonl, oldest first."""
+    next: int
+    """`since` of the next question."""
+
+
+class DumpReply(Message, frozen=True):
+    call_id: str
+    content: dict[str, Any]
 
 
 class Done(Message, frozen=True):
@@ -343,14 +422,17 @@ class Failed(Message, frozen=True):
     text: str
 
 
-FromAgent = AgentHello | Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye
+FromAgent = (
+    AgentHello | Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye
+    | DrainRequest
+)  # fmt: skip
 FromClient = ClientHello | ClientHeartbeat | Progress | FinishRun | ReplaceCell
-FromOperator = GetStatus | GetCells | CancelRun
+FromOperator = GetStatus | GetCells | CancelRun | DrainRun
 ToHub = FromAgent | FromClient | FromOperator
 ToAgent = Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen
-ToClient = ClientWelcome | Refused | PoolAddrs | Superseded | HeartbeatSeen | Done
-ToOperator = StatusReply | CellsReply | Done | Failed | Refused
+ToClient = ClientWelcome | Refused | PoolAddrs | Superseded | Draining | HeartbeatSeen | Done
+ToOperator = StatusReply | CellsReply | EventsReply | DumpReply | Done | Failed | Refused
 FromHub = (
     Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen
-    | ClientWelcome | PoolAddrs | Superseded | StatusReply | CellsReply | Done | Failed
+    | ClientWelcome | PoolAddrs | Superseded | Draining | StatusReply | CellsReply | Done | Failed
 )  # fmt: skip

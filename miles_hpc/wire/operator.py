@@ -14,6 +14,7 @@ from miles_hpc.wire.messages import (
     CellRow,
     CellsReply,
     Done,
+    DrainRun,
     Failed,
     GetCells,
     GetStatus,
@@ -70,6 +71,14 @@ class OperatorClient:
     def cancel(self, reason: str = "") -> None:
         """End the run as cancelled; returns when the hub has taken it. Raises as `status`."""
         self._ask(CancelRun(call_id=_call_id(), reason=reason), Done)
+
+    def drain(self, reason: str = "", deadline_s: float = 0.0) -> None:
+        """Let the run commit and end as drained; returns when the hub has taken it. Raises as `status`.
+
+        Args:
+            deadline_s: until everything stops, committed or not; 0: `timing.drain`.
+        """
+        self._ask(DrainRun(call_id=_call_id(), reason=reason, deadline_s=deadline_s), Done)
 
     def close(self) -> None:
         """Drop the connection."""
