@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +79,20 @@ def test_a_hub_killed_and_started_again_is_followed(start, run_dir, worker_env):
         assert second.line() == "up"
         client.wait_for(lambda pools: "epoch-2" in pools, "the second hub's book", 30)
         assert client.epoch == 2
+
+
+def test_a_hub_that_has_nothing_new_to_say_is_not_taken_for_lost(start, run_dir, worker_env):
+    hub = start(HUB, run_dir, 1, "")
+    assert hub.line() == "up"
+    lost = threading.Event()
+    timing = SimpleNamespace(heartbeat=0.05, fence=2.0)
+    with HubClient(worker_env, timing=timing, on_fatal=lambda reason: lost.set()):
+        assert not lost.wait(3.0)
+        hub.process.send_signal(signal.SIGSTOP)
+        try:
+            assert lost.wait(30)
+        finally:
+            hub.process.send_signal(signal.SIGCONT)
 
 
 def test_a_program_started_by_hand_says_that_it_was(tmp_path):

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.unit
 FAST = Timing(heartbeat=0.05, suspect=0.2, dead=0.4, failover_max=0.6, hub_stall=0.8, fence=6.0, hub_grace=60)
 
 # Timing itself keeps the fence above 5 s; the client reads only these two.
-SHORT_FENCE = SimpleNamespace(heartbeat=0.05, fence=1.0)
+SHORT_FENCE = SimpleNamespace(heartbeat=0.05, fence=0.5)
 
 
 def a_cell(pool, ready=True):
@@ -336,8 +336,8 @@ def test_a_client_without_a_hub_does_not_spin(start_hub, connect):
     hub.close()
     used = time.process_time()
     with pytest.raises(WaitTimeout):
-        client.finish("finished", timeout_s=1.0)
-    assert time.process_time() - used < 0.5
+        client.finish("finished", timeout_s=0.6)
+    assert time.process_time() - used < 0.3
 
 
 def test_a_lower_epoch_is_never_followed(start_hub, connect, run_dir):
@@ -398,11 +398,4 @@ def test_a_silent_hub_is_fatal_at_the_fence_though_it_is_connected(start_hub, co
     client = connect(timing=SHORT_FENCE)
     hub.pause()
     assert client.fatal.called.wait(30)
-    assert "timing.fence = 1 s" in client.fatal.reasons[0]
-
-
-def test_a_hub_that_only_answers_heartbeats_is_not_silent(start_hub, connect):
-    hub = start_hub()
-    client = connect(timing=SimpleNamespace(heartbeat=0.05, fence=2.0))
-    hub.wait_for(ClientHeartbeat, 50)
-    assert client.fatal.reasons == []
+    assert "timing.fence = 0.5 s" in client.fatal.reasons[0]

@@ -425,7 +425,7 @@ def test_a_thread_server_is_reachable_while_it_computes(run_dir):
                 await asyncio.to_thread(started.wait, 30)
                 # The second gets RpcTimeout, not RpcUnreachable: the socket thread has answered its hello.
                 with pytest.raises(RpcTimeout):
-                    await second.call("compute", timeout_s=1.0)
+                    await second.call("compute", timeout_s=0.5)
                 gate.set()
                 assert await call is True
 
