@@ -59,7 +59,8 @@ class Dispatcher:
         self._stages: dict[str, Stage] = {}
         self._in_book: set[bytes] = set()
         """Workers whose generation the address book has shown: only these can leave it."""
-        self._server = WorkServer(listen, run_dir, attempt, self._on_message)
+        self._failure: asyncio.Future[None] = self._loop.create_future()
+        self._server = WorkServer(listen, run_dir, attempt, self._guarded)
 
     @property
     def address(self) -> HostAndPort:
@@ -77,9 +78,15 @@ class Dispatcher:
         return self.accounts
 
     async def run(self) -> None:
-        """Watch the leases until cancelled."""
+        """Watch the leases until cancelled.
+
+        Raises:
+            Exception: handling a worker's message failed, which is a bug here: better no executor than a deaf one.
+        """
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.wait([self._failure], timeout=_TICK_S)
+            if self._failure.done():
+                self._failure.result()
             self._act(self._board.on_tick(self._loop.time()))
 
     def close(self) -> None:
@@ -155,6 +162,13 @@ class Dispatcher:
             else:
                 freed = FreeGroups(incarnation=self._incarnation, groups=list(action.groups), reason=action.reason)
                 self._server.send(action.peer, freed)
+
+    def _guarded(self, peer: bytes, message: ToExecutor, frames: list[memoryview]) -> None:
+        try:
+            self._on_message(peer, message, frames)
+        except Exception as error:
+            if not self._failure.done():
+                self._failure.set_exception(error)
 
     def _on_message(self, peer: bytes, message: ToExecutor, frames: list[memoryview]) -> None:
         now = self._loop.time()

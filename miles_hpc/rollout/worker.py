@@ -149,7 +149,7 @@ class RolloutWorker:
                 self._env.run_dir,
                 self._env.attempt,
                 on_up=self._hello,
-                on_message=self._on_message,
+                on_message=self._guarded,
                 on_down=self._on_down,
             )
 
@@ -179,6 +179,17 @@ class RolloutWorker:
             self._link.send(WorkBeat(incarnation=self._incarnation, running=stages))
 
     # ------------------------------------------------------------------------------------------ orders
+    def _guarded(self, message: ToWorker) -> None:
+        try:
+            self._on_message(message)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the process: a bug of ours must not leave a worker that is connected and deaf."""
+        self._failure = error
+        self._wake.set()
+
     def _on_message(self, message: ToWorker) -> None:
         self._heard = time.monotonic()
         match message:
@@ -235,8 +246,7 @@ class RolloutWorker:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # a bug here, not in the user's functions: end, and be started anew
-            self._failure = error
-            self._wake.set()
+            self._fail(error)
         else:
             seconds = time.monotonic() - started
             done = GroupDone(
