@@ -74,8 +74,26 @@ class WriteVerdict:
 
 
 @dataclass(frozen=True)
+class ShowEvents:
+    """Answer a GetEvents: the log belongs to the shell."""
+
+    peer: bytes
+    call_id: str
+    since: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class ShowDump:
+    """Answer a GetDump: sockets, threads and files belong to the shell."""
+
+    peer: bytes
+    call_id: str
+
+
+@dataclass(frozen=True)
 class Leave:
     """Every agent has left, or the time for that is over: the hub may exit."""
 
 
-Action = Send | Note | WriteVerdict | Leave
+Action = Send | Note | WriteVerdict | ShowEvents | ShowDump | Leave

@@ -14,7 +14,7 @@ from miles_hpc.hub.actions import EXIT_CODES, Action, Note, Outcome, Send, Write
 from miles_hpc.hub.summary import Seconds, merged_summary
 from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.wire.ids import Generation, cell_id, worker_id
-from miles_hpc.wire.messages import FromHub, Gpu, StartWorker
+from miles_hpc.wire.messages import Done, Failed, FromHub, Gpu, StartWorker
 
 if TYPE_CHECKING:
     from miles_hpc.hub.drain import Drain
@@ -188,6 +188,8 @@ class Core:
         self.outcome: Outcome | None = None
         self.decided_at = 0.0
         self.shutdown_sent = self.leaving = False
+        self.answered: dict[str, Done | Failed] = {}
+        """Orders of operators by call id, the newest ones."""
         self.out: list[Action] = []
 
     def _add_pool(self, spec: CommandWorkerSpec) -> None:

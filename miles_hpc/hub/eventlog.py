@@ -8,11 +8,14 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, TextIO
 
 WAITING_LIMIT = 10_000
 """Lines that wait for a stalled file system; more are dropped and counted."""
+RECENT_LIMIT = 2000
+"""Lines that are kept in memory for those who ask."""
 
 
 class EventLog:
@@ -27,17 +30,34 @@ class EventLog:
         self._stderr = stderr
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(WAITING_LIMIT)
         self.dropped = 0
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_LIMIT)
+        self._written = 0
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def write(self, event: str, level: str = "info", **fields: Any) -> None:
         """Queue one line; dropped and counted when too many wait."""
+        line = {"time": round(time.time(), 6), "level": level, "source": "hub", "event": event, **fields}
+        with self._lock:
+            self._recent.append(line)
+            self._written += 1
         try:
-            self._lines.put_nowait(
-                {"time": round(time.time(), 6), "level": level, "source": "hub", "event": event, **fields}
-            )
+            self._lines.put_nowait(line)
         except queue.Full:
             self.dropped += 1
+
+    def recent(self, since: int = 0, limit: int = RECENT_LIMIT) -> tuple[list[dict[str, Any]], int]:
+        """The newest lines, at most `limit` and none before number `since`, and the number of the next line.
+
+        Also from other threads. Values that JSON does not know come as text, as in the file.
+        """
+        with self._lock:
+            lines, following = list(self._recent), self._written
+        wanted = min(max(0, limit), len(lines), max(0, following - since))
+        plain = json.loads(json.dumps(lines[len(lines) - wanted :], default=str))
+        assert isinstance(plain, list)
+        return plain, following
 
     def close(self, patience_s: float = 2.0) -> None:
         """Write what waits, for `patience_s` at most."""

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import zmq
 
-from miles_hpc.hub import views
+from miles_hpc.hub import dump, views
 from miles_hpc.hub.actions import (
     Action,
     Event,
@@ -23,6 +24,8 @@ from miles_hpc.hub.actions import (
     Note,
     Received,
     Send,
+    ShowDump,
+    ShowEvents,
     Tick,
     VerdictWritten,
 )
@@ -30,6 +33,7 @@ from miles_hpc.hub.actions import WriteVerdict as Verdict
 from miles_hpc.hub.eventlog import EventLog
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import FileWriter
+from miles_hpc.wire.messages import DumpReply, EventsReply
 from miles_hpc.wire.socket_options import milliseconds
 from miles_hpc.wire.sockets import HubSocket
 
@@ -69,7 +73,7 @@ class HubServer:
         os.set_blocking(self._wake_write, False)
         self._verdict_result: bool | OSError | None = None
         self._signalled = ""
-        self._last_counters: tuple[int, ...] = ()
+        self._last_counters: dict[str, int] = {}
         self._next_status = clock()
         self._files = FileWriter(run_dir, core.info.attempt, self._on_verdict)
         self._left = False
@@ -164,25 +168,36 @@ class HubServer:
                 self._socket.send(peer, message)
             case Note(event, fields, level):
                 self._log.write(event, level, **fields)
+            case ShowEvents(peer, call_id, since, limit):
+                events, following = self._log.recent(since, limit)
+                self._socket.send(peer, EventsReply(call_id=call_id, events=events, next=following))
+            case ShowDump(peer, call_id):
+                self._socket.send(peer, DumpReply(call_id=call_id, content=self._dump()))
             case Verdict():
                 self._files.write_verdict(action)
                 self._next_status = self._clock()
             case Leave():
                 self._left = True
 
-    def _log_counters(self) -> None:
-        """Say what did not get through, when that has changed."""
+    def _counters(self) -> dict[str, int]:
+        """What did not get through."""
         c = self._socket.counters
-        counters = (c.malformed, c.forbidden, c.unroutable, c.full, self._socket.denied, self._files.status_failures)
-        if counters != self._last_counters and any(counters):
-            self._log.write(
-                "counters",
-                malformed=c.malformed,
-                forbidden=c.forbidden,
-                unroutable=c.unroutable,
-                queue_full=c.full,
-                denied=self._socket.denied,
-                status_failures=self._files.status_failures,
-                log_lines_dropped=self._log.dropped,
-            )
+        return {
+            "malformed": c.malformed,
+            "forbidden": c.forbidden,
+            "unroutable": c.unroutable,
+            "queue_full": c.full,
+            "denied": self._socket.denied,
+            "status_failures": self._files.status_failures,
+            "log_lines_dropped": self._log.dropped,
+        }
+
+    def _log_counters(self) -> None:
+        """Say them when they have changed."""
+        counters = self._counters()
+        if counters != self._last_counters and any(counters.values()):
+            self._log.write("counters", "info", **counters)
         self._last_counters = counters
+
+    def _dump(self) -> dict[str, Any]:
+        return {"counters": self._counters(), **dump.process(), **dump.state(self._state)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
-from miles_hpc.hub import drain, lifecycle, membership, views
+from miles_hpc.hub import drain, lifecycle, membership, operator
 from miles_hpc.hub.actions import Action, Event, HubBroke, HubSignalled, Leave, Received, Tick, VerdictWritten
 from miles_hpc.hub.core import LEAVE_SLACK_S, WRITE_PATIENCE_S, Client, Core, RunInfo
 from miles_hpc.hub.render import address_book
@@ -14,19 +14,14 @@ from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.wire.ids import cell_of, node_id
 from miles_hpc.wire.messages import (
     AgentHello,
-    CancelRun,
     CellAddrs,
-    CellsReply,
     ClientHeartbeat,
     ClientHello,
     ClientWelcome,
-    Done,
     DrainRequest,
-    DrainRun,
     FinishRun,
+    FromOperator,
     FullTable,
-    GetCells,
-    GetStatus,
     Goodbye,
     Heartbeat,
     PoolAddrs,
@@ -112,16 +107,9 @@ class HubState:
                 core.send(peer, Superseded(reason="this hub knows no current worker on this connection"))
             else:
                 self._on_client(peer, client, message)
-        elif isinstance(message, GetStatus):
-            core.send(peer, views.status_reply(core, message.call_id))
-        elif isinstance(message, GetCells):
-            core.send(peer, CellsReply(call_id=message.call_id, cells=views.cell_rows(core)))
-        elif isinstance(message, CancelRun):
-            core.decide("cancelled", message.reason or "cancelled by an operator")
-            core.send(peer, Done(call_id=message.call_id))
-        elif isinstance(message, DrainRun):
-            drain.begin(core, message.reason or "drained by an operator", message.deadline_s, "operator")
-            core.send(peer, Done(call_id=message.call_id))
+        else:
+            assert isinstance(message, FromOperator)
+            operator.on_operator(core, peer, message)
 
     def _on_agent(self, node_name: str, message: _FromAgent) -> None:
         core = self.core

@@ -427,12 +427,15 @@ FromAgent = (
     | DrainRequest
 )  # fmt: skip
 FromClient = ClientHello | ClientHeartbeat | Progress | FinishRun | ReplaceCell
-FromOperator = GetStatus | GetCells | CancelRun | DrainRun
+FromOperator = (
+    GetStatus | GetCells | CancelRun | DrainRun | StopCell | StartCell | RestartCell | GetEvents | GetDump
+)  # fmt: skip
 ToHub = FromAgent | FromClient | FromOperator
 ToAgent = Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen
 ToClient = ClientWelcome | Refused | PoolAddrs | Superseded | Draining | HeartbeatSeen | Done
 ToOperator = StatusReply | CellsReply | EventsReply | DumpReply | Done | Failed | Refused
 FromHub = (
     Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen
-    | ClientWelcome | PoolAddrs | Superseded | Draining | StatusReply | CellsReply | Done | Failed
+    | ClientWelcome | PoolAddrs | Superseded | Draining
+    | StatusReply | CellsReply | EventsReply | DumpReply | Done | Failed
 )  # fmt: skip

@@ -1,0 +1,140 @@
+"""What operators ask for: a look at the run, its end, and one cell stopped, started or started anew.
+
+A question with a call id is carried out once: the client that lost its connection asks again with the same id and gets
+the answer of the first time.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from miles_hpc.hub import drain, lifecycle, views
+from miles_hpc.hub.actions import ShowDump, ShowEvents
+from miles_hpc.hub.core import Cell, Core, Phase
+from miles_hpc.hub.lifecycle import Ending
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import (
+    CancelRun,
+    CellsReply,
+    Done,
+    DrainRun,
+    Failed,
+    FromOperator,
+    GetCells,
+    GetDump,
+    GetEvents,
+    GetStatus,
+    RestartCell,
+    StartCell,
+    StopCell,
+)
+
+ANSWERS_KEPT = 256
+
+
+class _Refusal(Exception):
+    """The order cannot be carried out; the text goes to the operator."""
+
+
+def on_operator(core: Core, peer: bytes, message: FromOperator) -> None:
+    """Answer a question, or carry out an order and answer it."""
+    match message:
+        case GetStatus():
+            core.send(peer, views.status_reply(core, message.call_id))
+        case GetCells():
+            core.send(peer, CellsReply(call_id=message.call_id, cells=views.cell_rows(core)))
+        case GetEvents():
+            core.out.append(ShowEvents(peer, message.call_id, message.since, message.limit))
+        case GetDump():
+            core.out.append(ShowDump(peer, message.call_id))
+        case _:
+            answer = core.answered.get(message.call_id)
+            if answer is None:
+                answer = core.answered[message.call_id] = _carry_out(core, message)
+                if len(core.answered) > ANSWERS_KEPT:
+                    del core.answered[next(iter(core.answered))]
+            core.send(peer, answer)
+
+
+def _carry_out(core: Core, order: CancelRun | DrainRun | StopCell | StartCell | RestartCell) -> Done | Failed:
+    try:
+        match order:
+            case CancelRun():
+                core.decide("cancelled", order.reason or "cancelled by an operator")
+            case DrainRun():
+                drain.begin(core, order.reason or "drained by an operator", order.deadline_s, "operator")
+            case StopCell():
+                _stop(core, _cell(core, order.cell, order.generation), order.reason)
+            case StartCell():
+                _start(core, _cell(core, order.cell))
+            case RestartCell():
+                _restart(core, _cell(core, order.cell, order.generation), order.reason)
+    except _Refusal as refusal:
+        return Failed(call_id=order.call_id, text=str(refusal))
+    return Done(call_id=order.call_id)
+
+
+def _cell(core: Core, name: str, generation: Generation | None = None) -> Cell:
+    """The cell that an order means.
+
+    Raises:
+        _Refusal: when there is none, it went on to another generation, or the run is ending anyway.
+    """
+    cell = core.cells.get(name)
+    if cell is None:
+        close = difflib.get_close_matches(name, core.cells, n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; `miles-hpc cells` lists them"
+        raise _Refusal(f"{name}: this run has no such cell{hint}")
+    if core.outcome is not None:
+        raise _Refusal(f"{name}: the run is ending ({core.outcome}), its cells stop anyway")
+    if core.drain is not None:
+        raise _Refusal(f"{name}: the run is draining ({core.drain.reason}), its cells stop anyway")
+    if generation is not None and cell.generation != generation:
+        raise _Refusal(f"{name} is at generation {cell.generation} by now, not {generation}: look again")
+    return cell
+
+
+def _refuse_vital(cell: Cell) -> None:
+    if cell.spec.restart == "fail_run":
+        raise _Refusal(
+            f"{cell.id}: the run cannot go on without it; `miles-hpc drain` ends the run with a commit, "
+            "and `miles-hpc run --resume` goes on from it"
+        )
+
+
+def _stop(core: Core, cell: Cell, reason: str) -> None:
+    _refuse_vital(cell)
+    if not cell.wanted:
+        return
+    core.note("operator_stops_cell", cell=cell.id, generation=str(cell.generation), reason=reason)
+    if cell.phase is Phase.WAITING:
+        cell.wanted = False
+        core.change_phase(cell, Phase.STOPPED)
+    elif cell.phase is Phase.STOPPING:
+        cell.wanted = False
+    else:
+        lifecycle.end_cell(core, cell, Ending(_by_operator("stopped", reason), budgeted=False, final=True))
+
+
+def _start(core: Core, cell: Cell) -> None:
+    if cell.wanted:
+        return
+    core.note("operator_starts_cell", cell=cell.id)
+    cell.wanted = True
+    cell.deaths.clear()
+    cell.retry_at, cell.unplaced_since = core.now, None
+    if cell.phase is Phase.STOPPED:
+        core.change_phase(cell, Phase.WAITING)
+
+
+def _restart(core: Core, cell: Cell, reason: str) -> None:
+    _refuse_vital(cell)
+    if not cell.wanted:
+        raise _Refusal(f"{cell.id} is stopped: `miles-hpc start {cell.id}` starts it")
+    core.note("operator_restarts_cell", cell=cell.id, generation=str(cell.generation), reason=reason)
+    cell.retry_at = core.now
+    lifecycle.end_cell(core, cell, Ending(_by_operator("restarted", reason), budgeted=False))
+
+
+def _by_operator(what: str, reason: str) -> str:
+    return f"{what} by an operator: {reason}" if reason else f"{what} by an operator"

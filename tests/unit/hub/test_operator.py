@@ -1,0 +1,168 @@
+"""What operators ask for, against scripted agents."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_hpc.config.schema import HealConfig
+from miles_hpc.hub.actions import Send, ShowDump, ShowEvents
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import (
+    CellsReply,
+    Done,
+    DrainRun,
+    Failed,
+    GetCells,
+    GetDump,
+    GetEvents,
+    ReservePorts,
+    RestartCell,
+    StartCell,
+    StartWorker,
+    StatusReply,
+    StopCell,
+    StopWorker,
+)
+
+pytestmark = pytest.mark.unit
+
+OPERATOR = b"operator"
+G1, G2 = Generation(1, 1), Generation(1, 2)
+
+
+@pytest.fixture
+def run(fleet, pool):
+    made = fleet(pool("engine", num_cells=2), pool("driver", category="driver", restart="fail_run"))
+    made.clear()
+    return made
+
+
+def ask(run, message):
+    """Returns the one answer to the operator; everything else that follows is left in `run.sent`."""
+    actions = run.receive(OPERATOR, message)
+    (answer,) = [a.message for a in actions if isinstance(a, Send) and a.peer == OPERATOR]
+    run.settle()
+    return answer
+
+
+def stop(call_id="s", cell="engine-00000", generation=G1):
+    return StopCell(call_id=call_id, cell=cell, generation=generation, reason="too hot")
+
+
+def test_a_stopped_cell_stays_stopped_until_it_is_started(run):
+    assert ask(run, stop()) == Done(call_id="s")
+    assert [o.worker for o in run.orders(StopWorker)] == ["engine-00000-00000"]
+    run.pass_time(60)
+    assert run.phases() == {"engine-00000": "stopped", "engine-00001": "ready", "driver-00000": "ready"}
+    assert run.orders(ReservePorts) == []
+    assert ask(run, StartCell(call_id="t", cell="engine-00000")) == Done(call_id="t")
+    assert run.phases()["engine-00000"] == "ready" and run.cell("engine-00000").generation == G2
+
+
+def test_a_stop_of_another_generation_is_refused(run):
+    run.die("engine-00000-00000")
+    run.pass_time(1)
+    answer = ask(run, stop())
+    assert isinstance(answer, Failed) and "at generation 1-2 by now, not 1-1" in answer.text
+    assert run.phases()["engine-00000"] == "ready"
+
+
+def test_an_order_with_one_call_id_is_carried_out_once(run):
+    restart = RestartCell(call_id="r", cell="engine-00000", generation=G1)
+    assert ask(run, restart) == Done(call_id="r")
+    run.clear()
+    assert ask(run, restart) == Done(call_id="r")
+    assert run.orders(StopWorker, StartWorker) == [] and run.cell("engine-00000").generation == G2
+
+
+def test_a_restart_costs_no_budget(fleet, pool):
+    run = fleet(pool("engine"), heal=HealConfig(budget=1))
+    for n in range(1, 6):
+        assert isinstance(
+            ask(run, RestartCell(call_id=f"r{n}", cell="engine-00000", generation=Generation(1, n))), Done
+        )
+    assert run.phases() == {"engine-00000": "ready"} and run.verdicts == []
+    assert run.cell("engine-00000").generation == Generation(1, 6)
+
+
+def test_a_restart_ends_a_wait_before_the_next_try(fleet, pool):
+    run = fleet(pool("engine"), heal=HealConfig(backoff_s=20))
+    run.die("engine-00000-00000")
+    run.die("engine-00000-00000")
+    assert run.phases() == {"engine-00000": "waiting"}
+    generation = run.cell("engine-00000").generation
+    ask(run, RestartCell(call_id="r", cell="engine-00000", generation=generation))
+    assert run.phases() == {"engine-00000": "ready"}
+
+
+def test_a_cell_that_waits_for_its_next_try_can_be_stopped(fleet, pool):
+    run = fleet(pool("engine"), heal=HealConfig(backoff_s=20))
+    run.die("engine-00000-00000")
+    run.die("engine-00000-00000")
+    assert ask(run, stop(generation=run.cell("engine-00000").generation)) == Done(call_id="s")
+    run.pass_time(60)
+    assert run.phases() == {"engine-00000": "stopped"}
+
+
+def test_stopping_and_starting_again_before_the_cell_is_gone_starts_the_next_generation(run):
+    for agent in run.agents:
+        agent.silent = True  # the stop order waits in its connection
+    ask(run, stop())
+    assert run.phases()["engine-00000"] == "stopping"
+    ask(run, StartCell(call_id="t", cell="engine-00000"))
+    run.resume(0)
+    run.settle()
+    assert run.phases()["engine-00000"] == "ready" and run.cell("engine-00000").generation == G2
+
+
+def test_stopping_twice_and_starting_what_runs_change_nothing(run):
+    ask(run, stop())
+    run.clear()
+    assert ask(run, stop("again")) == Done(call_id="again")
+    assert ask(run, StartCell(call_id="t", cell="engine-00001")) == Done(call_id="t")
+    assert run.orders(StopWorker, StartWorker) == []
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        (stop(cell="driver-00000"), "cannot go on without it"),
+        (RestartCell(call_id="s", cell="driver-00000", generation=G1), "cannot go on without it"),
+        (stop(cell="engine-0000"), "did you mean engine-0000"),
+        (stop(cell="x"), "`miles-hpc cells` lists them"),
+    ],
+)
+def test_what_cannot_be_done_is_said(run, order, text):
+    answer = ask(run, order)
+    assert isinstance(answer, Failed) and text in answer.text and answer.call_id == "s"
+    assert run.orders(StopWorker) == []
+
+
+def test_a_stopped_cell_is_not_restarted(run):
+    ask(run, stop())
+    answer = ask(run, RestartCell(call_id="r", cell="engine-00000", generation=G1))
+    assert isinstance(answer, Failed) and "miles-hpc start engine-00000" in answer.text
+
+
+def test_nothing_is_started_while_the_run_drains(run):
+    ask(run, stop())
+    ask(run, DrainRun(call_id="d", reason="maintenance"))
+    answer = ask(run, StartCell(call_id="t", cell="engine-00000"))
+    assert isinstance(answer, Failed) and "draining (maintenance)" in answer.text
+
+
+def test_questions_are_answered_and_change_nothing(run):
+    before = run.phases()
+    cells = ask(run, GetCells(call_id="c"))
+    assert isinstance(cells, CellsReply) and {row.cell for row in cells.cells} == set(before)
+    actions = run.receive(OPERATOR, GetEvents(call_id="e", since=3, limit=9)) + run.receive(
+        OPERATOR, GetDump(call_id="d")
+    )
+    assert actions == [ShowEvents(OPERATOR, "e", 3, 9), ShowDump(OPERATOR, "d")]
+    assert not isinstance(actions, StatusReply) and run.phases() == before
+
+
+def test_old_answers_are_forgotten(run):
+    for n in range(600):
+        ask(run, StartCell(call_id=f"t{n}", cell="engine-00001"))
+    assert len(run.core.answered) <= 256 and "t599" in run.core.answered
