@@ -1,0 +1,200 @@
+"""The synchronous loop: generate, train, publish, commit, evaluate; the first weights before the first rollout."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from miles_hpc.config.schema import Config
+from miles_hpc.rollout.commits import CheckpointManifest, Commit, CommitLog
+from miles_hpc.train.checkpoints import new_checkpoint, remove_old_checkpoints
+from miles_hpc.train.progress import MetricsFile, RunSummary
+from miles_hpc.train.ranks import Ranks
+from miles_hpc.train.trainer import CheckpointRef
+
+if TYPE_CHECKING:
+    from miles_hpc.rollout.client import CommitData, EvalResult, RolloutResult
+
+log = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """What the driver needs of an ExecutorClient."""
+
+    async def open(self, incarnation: int, state: dict[str, Any] | None) -> dict[str, Any]: ...
+
+    async def generate(self, rollout_id: int, weight_version: int) -> RolloutResult: ...
+
+    async def evaluate(self, weight_version: int, limit: int = 0) -> EvalResult: ...
+
+    async def prepare_commit(self, rollout_id: int) -> CommitData: ...
+
+    async def committed(self, rollout_id: int) -> None: ...
+
+    async def counts(self, *, final: bool = False) -> dict[str, Any]: ...
+
+
+class Publisher(Protocol):
+    """What the driver needs of a WeightPublisher."""
+
+    async def publish(self, above: int) -> int: ...
+
+
+class Hub(Protocol):
+    """What the driver tells the hub, and asks it."""
+
+    def on_progress(self, summary: RunSummary) -> None: ...
+
+    @property
+    def healed(self) -> int: ...
+
+    @property
+    def trainer_generation(self) -> str: ...
+
+
+Track = Callable[[int, dict[str, Any]], None]
+
+
+class Driver:
+    """One run of the loop, from the newest commit to the last step. Steps count from 1; a rollout has its step's number.
+
+    Raises (run): whatever a part raises; nothing that was committed is lost by that.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        attempt: int,
+        *,
+        hub: Hub,
+        executor: Executor,
+        ranks: Ranks,
+        publisher: Publisher,
+        commits: CommitLog,
+        metrics: MetricsFile,
+        track: Track = lambda step, row: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._hub = hub
+        self._executor = executor
+        self._ranks = ranks
+        self._publisher = publisher
+        self._commits = commits
+        self._metrics = metrics
+        self._track = track
+        self._clock = clock
+        self._version = 0
+        self._kept: list[str] = []
+        self.summary = RunSummary({}, 0, {})
+
+    async def run(self) -> RunSummary:
+        """Do every step that is left."""
+        start = self._commits.open()
+        self.summary = RunSummary(start.extra, start.step, start.counts)
+        self._version = start.weight_version
+        await self._begin(start)
+        for step in range(start.step + 1, self._config.steps + 1):
+            await self._step(step)
+        self.summary.counts = await self._executor.counts(final=True)
+        return self.summary
+
+    async def _begin(self, start: Commit) -> None:
+        """Bring executor, trainer and engines to the state of a commit, or to the start of the run."""
+        checkpoint = None if start.checkpoint is None else CheckpointRef.of(start.checkpoint, self._run_dir)
+        if start.checkpoint is not None:
+            self._kept = [start.checkpoint.path]
+        where = f"step {start.step}" if checkpoint else "the start"
+        log.info("incarnation %d goes on from %s", start.incarnation, where)
+        await self._executor.open(start.incarnation, start.data_state)
+        await self._ranks.init(start.incarnation, checkpoint)
+        if checkpoint is None and self._config.train.warm_start is not None:
+            log.info("warm start: %s", await self._ranks.warm_start())
+        await self._publish()
+        if start.step == 0 and self._config.data.heldout:
+            await self._evaluate(0)
+        self._hub.on_progress(self.summary)
+
+    async def _step(self, step: int) -> None:
+        seconds: dict[str, float] = {}
+        started = self._clock()
+
+        def lap(name: str) -> None:
+            nonlocal started
+            now = self._clock()
+            seconds[name] = round(now - started, 4)
+            started = now
+
+        result = await self._executor.generate(step, self._version)
+        lap("rollout")
+        learned = await self._ranks.train(step)
+        lap("train")
+        await self._publish()
+        lap("update")
+        self.summary.on_step(step, result.reward_mean)
+        last = step == self._config.steps
+        heldout = None
+        if self._config.data.heldout and (last or self._every(self._config.eval.every, step)):
+            # Before the commit, which records the accuracy: a run that is resumed at its end knows it then.
+            heldout = await self._evaluate(step)
+            lap("evaluate")
+        if last or self._every(self._config.train.save_every, step):
+            await self._commit(step)
+        lap("save")
+        self.summary.counts = await self._executor.counts()
+        row = {
+            "step": step,
+            "attempt": self._attempt,
+            "reward": result.reward_mean,
+            "tokens": result.tokens,
+            "tokens_per_s": round(result.tokens / seconds["rollout"], 1) if seconds["rollout"] else 0.0,
+            "weight_version": self._version,
+            "healed": self._hub.healed,
+            **learned,
+            "seconds": seconds,
+            "rollout": result.metrics,
+        }
+        if heldout is not None:
+            row["heldout"] = heldout
+        self._metrics.append(row)
+        self._hub.on_progress(self.summary)
+        self._track(step, row)
+
+    @staticmethod
+    def _every(interval: int, step: int) -> bool:
+        return bool(interval) and step % interval == 0
+
+    async def _publish(self) -> None:
+        self._version = await self._publisher.publish(self._version)
+        self.summary.weight_version = self._version
+
+    async def _evaluate(self, step: int) -> float:
+        found = await self._executor.evaluate(self._version, self._config.eval.limit)
+        self.summary.on_evaluation(found.accuracy)
+        log.info("step %d: held-out accuracy %.3f of %d prompts", step, found.accuracy, found.n)
+        return found.accuracy
+
+    async def _commit(self, step: int) -> None:
+        """Make everything up to `step` durable: checkpoint first, then the link that names it."""
+        path = new_checkpoint(self._run_dir, step, self._hub.trainer_generation)
+        files = await self._ranks.save(path)
+        manifest = CheckpointManifest(path=str(path.relative_to(self._run_dir)), step=step, files=files)
+        data = await self._executor.prepare_commit(step)
+        self._commits.append(
+            step=step,
+            weight_version=self._version,
+            checkpoint=manifest,
+            data_state=data.data_state,
+            counts=data.counts,
+            ledger=data.ledger,
+            extra=self.summary.to_extra(),
+        )
+        await self._executor.committed(step)
+        self._kept = [*self._kept, manifest.path][-self._config.train.keep_checkpoints :]
+        remove_old_checkpoints(self._run_dir, self._kept)
