@@ -1,26 +1,34 @@
-"""OperatorClient: what `miles-hpc status`, `cells` and `cancel` ask a living hub."""
+"""OperatorClient: what the verbs of `miles-hpc` ask a living hub."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
+from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     CancelRun,
     CellRow,
     CellsReply,
     Done,
     DrainRun,
+    DumpReply,
+    EventsReply,
     Failed,
     GetCells,
+    GetDump,
+    GetEvents,
     GetStatus,
     Message,
     Refused,
+    RestartCell,
+    StartCell,
     StatusReply,
+    StopCell,
 )
 from miles_hpc.wire.rendezvous import RendezvousError, newest, newest_attempt, rendezvous_dir
 from miles_hpc.wire.security import SecurityError, load_client
@@ -79,6 +87,27 @@ class OperatorClient:
             deadline_s: until everything stops, committed or not; 0: `timing.drain`.
         """
         self._ask(DrainRun(call_id=_call_id(), reason=reason, deadline_s=deadline_s), Done)
+
+    def stop_cell(self, cell: str, generation: Generation, reason: str = "") -> None:
+        """Stop this generation of a cell until `start_cell`; returns when the hub has taken it. Raises as `status`."""
+        self._ask(StopCell(call_id=_call_id(), cell=cell, generation=generation, reason=reason), Done)
+
+    def start_cell(self, cell: str) -> None:
+        """A stopped cell is wanted again; returns when the hub has taken it. Raises as `status`."""
+        self._ask(StartCell(call_id=_call_id(), cell=cell), Done)
+
+    def restart_cell(self, cell: str, generation: Generation, reason: str = "") -> None:
+        """Replace this generation of a cell; returns when the hub has taken it. Raises as `status`."""
+        self._ask(RestartCell(call_id=_call_id(), cell=cell, generation=generation, reason=reason), Done)
+
+    def events(self, since: int = 0, limit: int = 1000) -> tuple[list[dict[str, Any]], int]:
+        """The hub's newest events, none before number `since`, and the number to go on from. Raises as `status`."""
+        reply = self._ask(GetEvents(call_id=_call_id(), since=since, limit=limit), EventsReply)
+        return reply.events, reply.next
+
+    def dump(self) -> dict[str, Any]:
+        """All that the hub knows. Raises as `status`."""
+        return self._ask(GetDump(call_id=_call_id()), DumpReply).content
 
     def close(self) -> None:
         """Drop the connection."""

@@ -12,11 +12,18 @@ from miles_hpc.wire.messages import (
     CellRow,
     CellsReply,
     Done,
+    DumpReply,
+    EventsReply,
     Failed,
     GetCells,
+    GetDump,
+    GetEvents,
     GetStatus,
     Refused,
+    RestartCell,
+    StartCell,
     StatusReply,
+    StopCell,
     WorkerRow,
 )
 from miles_hpc.wire.operator import HubFailed, OperatorClient
@@ -72,6 +79,26 @@ def test_status_cells_and_cancel_are_answered(start_hub, run_dir):
         operator.cancel("enough")
     (cancel,) = hub.wait_for(CancelRun)
     assert (cancel.role, cancel.message.reason) == ("operator", "enough")
+
+
+def test_orders_for_cells_and_questions_about_the_hub_are_answered(start_hub, run_dir):
+    def react(message):
+        if isinstance(message, GetEvents):
+            return [EventsReply(call_id=message.call_id, events=[{"event": "x"}], next=message.since + 1)]
+        if isinstance(message, GetDump):
+            return [DumpReply(call_id=message.call_id, content={"begun": True})]
+        return [Done(call_id=message.call_id)]
+
+    hub = start_hub(react=react)
+    with OperatorClient(run_dir, timeout_s=20) as operator:
+        operator.stop_cell("a-00000", Generation(1, 2), "why")
+        operator.start_cell("a-00000")
+        operator.restart_cell("a-00000", Generation(1, 3))
+        assert operator.events(since=6, limit=5) == ([{"event": "x"}], 7)
+        assert operator.dump() == {"begun": True}
+    (stop,), (start,), (restart,) = (hub.wait_for(kind) for kind in (StopCell, StartCell, RestartCell))
+    assert (stop.message.cell, stop.message.generation, stop.message.reason) == ("a-00000", Generation(1, 2), "why")
+    assert start.message.cell == "a-00000" and restart.message.generation == Generation(1, 3)
 
 
 def test_a_failed_call_carries_the_hub_s_text(start_hub, run_dir):
