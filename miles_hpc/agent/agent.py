@@ -32,6 +32,7 @@ from miles_hpc.wire import rendezvous, security
 from miles_hpc.wire.ids import node_id
 from miles_hpc.wire.messages import (
     AgentHello,
+    DrainRequest,
     FullTable,
     Goodbye,
     Heartbeat,
@@ -48,6 +49,8 @@ FAST_GRACE = 3.0
 """Longest stop grace of a worker when the agent itself must leave (signal, lost hub, lost warden)."""
 HUB_GRACE = 5.0
 """Seconds that the hub has to write its verdict when it is told to stop."""
+DRAIN_SLACK = 2.0
+"""Seconds beyond `timing.drain` after which an agent that asked for a drain stops its node by itself."""
 HUB_LINGER = 15.0
 """Seconds that the hub may go on after its own Shutdown: it waits for the other agents."""
 GOODBYE_FLUSH = 1.0
@@ -70,6 +73,8 @@ class Options:
     """Start the hub on this node."""
     local_nodes: int = 1
     """Agents of this run that share this machine."""
+    slurm: bool = False
+    """Signals come from Slurm, which takes the allocation away: they ask for a drain."""
     incarnation: str
     lifeline: int = -1
     """Descriptor that reaches its end when the warden is gone."""
@@ -110,7 +115,14 @@ class Agent:
             self.supervisor, self.ports, self.probes, self.scratch, options.log_dir, self.log, self._send
         )
         self.hub = HubProcess(
-            options.run_dir, options.run_id, options.attempt, options.address, options.log_dir, self.supervisor
+            options.run_dir,
+            options.run_id,
+            options.attempt,
+            options.node,
+            options.address,
+            options.log_dir,
+            self.supervisor,
+            slurm=options.slurm,
         )
         self._inventory = inventory.take(1.0 / options.local_nodes)
         self._heartbeat_every = options.timing.heartbeat
@@ -123,6 +135,7 @@ class Agent:
         self._told_to_leave = False
         self._goodbye_said = False
         self._hub_deadline = math.inf
+        self._drained_by = math.inf
         self._last_foreign_signal = -math.inf
 
     # ------------------------------------------------------------------------------------------------ loop
@@ -178,6 +191,7 @@ class Agent:
             self._heartbeat_at,
             self._full_table_at,
             self._hub_deadline,
+            math.inf if self._leaving else self._drained_by,
             math.inf if self.link is None or self._leaving else self._clock() + self._until_grace_ends(),
         )
         timeout = min(max(0.0, deadline - self._clock()), 3600.0)
@@ -203,11 +217,21 @@ class Agent:
             if signum in _STOP_SIGNALS or signum == signal.SIGUSR2:
                 self._last_foreign_signal = self._clock()
                 self.log.write("signal", name=signal.Signals(signum).name)
-            if signum in _STOP_SIGNALS:
+            if self.options.slurm and signum in (*_STOP_SIGNALS, signal.SIGUSR2):
+                self._ask_to_drain(f"{self.options.node} got {signal.Signals(signum).name}")
+            elif signum in _STOP_SIGNALS:
                 self._leave(f"the agent got {signal.Signals(signum).name}", 1, by_signal=True)
+
+    def _ask_to_drain(self, reason: str) -> None:
+        """The whole run drains; the hub ends it, or this agent its node when no end has come in time."""
+        if self._leaving is None and self._drained_by == math.inf:
+            self._drained_by = self._clock() + self.options.timing.drain + DRAIN_SLACK
+            self._send(DrainRequest(reason=reason))
 
     def _on_time(self) -> None:
         now = self._clock()
+        if now >= self._drained_by and self._leaving is None:
+            self._leave("the drain that this node asked for did not come to its end in time", 1)
         if now >= self._seek_at:
             self._seek(now)
         if now >= self._heartbeat_at:
@@ -341,7 +365,7 @@ class Agent:
         if self._leaving is None:
             self._leaving = (reason, code)
             self.log.write("leaving", "info" if code == 0 else "error", reason=reason, exit_code=code)
-        grace = None if self._told_to_leave else FAST_GRACE
+        grace = None if self._told_to_leave and self._drained_by == math.inf else FAST_GRACE
         if self.hub.name in self.supervisor.workers:
             if self._told_to_leave:
                 self._hub_deadline = now + HUB_LINGER

@@ -24,20 +24,33 @@ class HubProcess:
     name = "hub"
 
     def __init__(
-        self, run_dir: Path, run_id: str, attempt: int, address: str, log_dir: Path, supervisor: Supervisor
+        self,
+        run_dir: Path,
+        run_id: str,
+        attempt: int,
+        node: str,
+        address: str,
+        log_dir: Path,
+        supervisor: Supervisor,
+        *,
+        slurm: bool = False,
     ) -> None:
         self.log_path = log_dir / "hub.log"
         self._run_dir = run_dir
         self._run_id = run_id
         self._attempt = attempt
+        self._node = node
         self._address = address
+        self._slurm = slurm
         self._supervisor = supervisor
 
     def start(self) -> None:
         """Raises SpawnError."""
         argv = [sys.executable, "-m", "miles_hpc.hub.run"]
         argv += ["--run-dir", str(self._run_dir), "--run-id", self._run_id, "--attempt", str(self._attempt)]
-        argv += ["--address", self._address]
+        argv += ["--address", self._address, "--node", self._node]
+        if self._slurm:
+            argv.append("--slurm")
         env = procfs.worker_environ(os.environ)
         self._supervisor.spawn(self.name, Generation(0, 0), argv, env, self.log_path)
 

@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--hub", action="store_true", help="start the hub on this node")
     found.add_argument("--run-id", default="", help="default: the name of the run directory")
     found.add_argument("--local-nodes", type=int, default=1, help="agents of this run on this machine")
+    found.add_argument("--slurm", action="store_true", help="signals are Slurm's and ask for a drain")
     found.add_argument("--incarnation", default="", help=argparse.SUPPRESS)
     found.add_argument("--lifeline", type=int, default=-1, help=argparse.SUPPRESS)
     return found
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_id=given.run_id or run_dir.name,
             hub=given.hub,
             local_nodes=given.local_nodes,
+            slurm=given.slurm,
             incarnation=given.incarnation or secrets.token_hex(6),
             lifeline=given.lifeline,
             **timing_and_ports(run_dir),

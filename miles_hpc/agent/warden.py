@@ -1,10 +1,11 @@
 """The process that outlives the agent: starts it, and when it is gone kills whatever it left behind.
 
-`python -I -S warden.py --run-id R --run-dir D --attempt N --node NODE [--die-with PID] -- AGENT PROGRAM ARGS…`
+`python -I -S warden.py --run-id R --run-dir D --attempt N --node NODE [--die-with PID] [--stop-grace S] --
+AGENT PROGRAM ARGS…`
 (`--incarnation` and `--lifeline` are appended to the agent's arguments). Standard library only and few modules of it,
 so that it starts in milliseconds, needs a few MB and has nothing in it that could fail.
 
-TERM, INT and HUP stop the node in an orderly way, within `STOP_GRACE`; QUIT kills everything at once.
+TERM, INT and HUP stop the node in an orderly way, within the stop grace; QUIT kills everything at once.
 
 Exit code: the agent's own, or 1 when the agent was killed or something could not be stopped.
 """
@@ -21,8 +22,8 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(
 
 from miles_hpc.agent import procfs
 
-STOP_GRACE = 8.0
-"""Seconds between passing a TERM on to the agent and killing it: it stops its workers in that time."""
+STOP_GRACE = "8"
+"""Default seconds between passing a TERM on to the agent and killing it: it stops its workers in that time."""
 SWEEP_DEADLINE = 30.0
 """Seconds until a sweep gives up on processes that cannot be killed (they hang in the kernel)."""
 PASS_INTERVAL = 0.02
@@ -34,10 +35,13 @@ _WAITED_FOR = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, *
 class Warden:
     """Supervises one agent after the other on one node of one attempt."""
 
-    def __init__(self, *, run_id: str, run_dir: str, attempt: int, node: str, agent_argv: list[str]) -> None:
+    def __init__(
+        self, *, run_id: str, run_dir: str, attempt: int, node: str, agent_argv: list[str], stop_grace: float
+    ) -> None:
         self.run_dir = run_dir
         self.node = node
         self.agent_argv = agent_argv
+        self.stop_grace = stop_grace
         self.mark = f"{run_id}/{attempt}/{node}/"
         self.incarnations_left = 1
         self.stopping = False
@@ -81,13 +85,13 @@ class Warden:
             info = signal.sigtimedwait(_WAITED_FOR, left)
             if info is not None and info.si_signo in _STOP_SIGNALS and not self.stopping:
                 self.stopping = True
-                kill_at = time.monotonic() + STOP_GRACE
+                kill_at = time.monotonic() + self.stop_grace
                 os.kill(agent, signal.SIGTERM)
             elif info is not None and info.si_signo == signal.SIGQUIT:
                 self.stopping = True
                 os.kill(agent, signal.SIGKILL)
             elif info is None and kill_at:
-                self._say(f"the agent did not stop within {STOP_GRACE:g} s of its TERM; killing it")
+                self._say(f"the agent did not stop within {self.stop_grace:g} s of its TERM; killing it")
                 os.kill(agent, signal.SIGKILL)
                 kill_at = 0.0
             status = self._reap(agent)
@@ -150,6 +154,7 @@ def _main(argv: list[str]) -> int:
         attempt=int(options["--attempt"]),
         node=options["--node"],
         agent_argv=argv[split + 1 :],
+        stop_grace=float(options.get("--stop-grace", STOP_GRACE)),
     )
     return warden.run()
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = EventLog(run_dir / "logs" / f"attempt-{attempt}" / "hub.jsonl")
     logging.basicConfig(level=logging.INFO, handlers=[log.handler()])
     try:
-        return _serve(run_dir, arguments.run_id or run_dir.name, attempt, arguments.address, config, log, started)
+        return _serve(arguments, run_dir, config, log, started)
     except Exception as error:
         log.write("hub_failed", "error", reason=f"{type(error).__name__}: {error}")
         raise
@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--address", required=True, help="IP literal to listen on; other nodes reach the hub there")
+    parser.add_argument("--node", default=node_id(0), help="the node that this hub runs on")
+    parser.add_argument("--slurm", action="store_true", help="a signal is Slurm's and asks for a drain")
     parser.add_argument("--run-id", default="", help="default: the name of the run directory")
     return parser
 
@@ -72,9 +74,8 @@ def run_digest(run_dir: Path) -> str:
     return content.hexdigest()
 
 
-def _serve(
-    run_dir: Path, run_id: str, attempt: int, address: str, config: Config, log: EventLog, started: float
-) -> int:
+def _serve(arguments: argparse.Namespace, run_dir: Path, config: Config, log: EventLog, started: float) -> int:
+    run_id, attempt, address = arguments.run_id or run_dir.name, arguments.attempt, arguments.address
     epoch = max(epochs(run_dir, attempt), default=0) + 1
     digest = run_digest(run_dir)
     keys = KeyPair.generate()
@@ -87,7 +88,8 @@ def _serve(
             run_dir=str(run_dir),
             expected_nodes=config.cluster.local_nodes,
             spare_nodes=config.cluster.spare_nodes,
-            hub_node=node_id(0),
+            hub_node=arguments.node,
+            drain_on_signal=arguments.slurm,
             package_version=__version__,
             digest=digest,
             hub=f"{socket.address.netloc} pid {os.getpid()}",
