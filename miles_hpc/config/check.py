@@ -208,18 +208,110 @@ def _inference(config: Config) -> Found:
                     f'{key} is set with inference.engine = "{inference.engine}", which runs on the CPU: '
                     f'set inference.engine = "sglang", or leave {key} out',
                 )
-    for reserved in ("model_path", "host", "port", "random_seed"):
-        if reserved in inference.sglang:
-            other = {"model_path": "model.path", "random_seed": "seed"}.get(reserved, "network.port_range")
+    for group in inference.groups:
+        if group.role != "regular":
             yield (
-                (f"inference.sglang.{reserved}", other),
-                f"inference.sglang.{reserved} is decided by the run ({other}): leave it out",
+                ("inference.groups",),
+                f'inference.groups has role = "{group.role}": not yet; prefill, decode and placeholder groups are '
+                'planned, only "regular" ones work',
             )
+    for where, arguments in (
+        ("inference.sglang", inference.sglang),
+        *((f"inference.groups[{index}].sglang", group.sglang) for index, group in enumerate(inference.groups)),
+    ):
+        yield from _server_arguments(config, where, arguments)
+    yield from _parallelism(config)
     if inference.router_policy not in ROUTER_POLICIES:
         yield (
             ("inference.router_policy",),
             f"inference.router_policy = {inference.router_policy!r} is not one of {', '.join(ROUTER_POLICIES)}",
         )
+    elif inference.router_policy == "manual" and config.rollout.session_every != 1:
+        yield (
+            ("inference.router_policy", "rollout.session_every"),
+            'inference.router_policy = "manual" places requests by a routing key, which only sessions have: '
+            "set rollout.session_every to 1, or choose another policy",
+        )
+
+
+_DECIDED_BY_THE_RUN = {
+    "model_path": "model.path",
+    "model": "model.path",
+    "host": "network.subnet",
+    "port": "network.port_range",
+    "random_seed": "seed",
+    "nnodes": "inference.nodes_per_engine",
+    "node_rank": "inference.nodes_per_engine",
+    "dist_init_addr": "inference.nodes_per_engine",
+    "api_key": "inference.keyed",
+    "admin_api_key": "inference.keyed",
+    "config": "inference.keyed",
+}
+
+
+def _server_arguments(config: Config, where: str, arguments: dict[str, object]) -> Found:
+    for spelled, value in arguments.items():
+        name = spelled.replace("-", "_")
+        if name in _DECIDED_BY_THE_RUN:
+            other = _DECIDED_BY_THE_RUN[name]
+            yield ((f"{where}.{spelled}", other), f"{where}.{spelled} is decided by the run ({other}): leave it out")
+        if name == "log_level" and config.inference.keyed and str(value).lower() in ("info", "debug"):
+            yield (
+                (f"{where}.{spelled}", "inference.keyed"),
+                f'{where}.{spelled} = "{value}" makes SGLang print its key in the log: '
+                'use "warning", or set inference.keyed = false',
+            )
+        if name.startswith("disaggregation") and value not in ("null", None, False):
+            yield ((f"{where}.{spelled}",), f"{where}.{spelled}: prefill and decode engines are planned, not yet there")
+
+
+def _parallelism(config: Config) -> Found:
+    inference = config.inference
+    groups = [(group.gpus_per_engine, group.nodes_per_engine, group.sglang) for group in inference.groups]
+    for gpus, nodes, own in groups or [(None, None, {})]:
+        gpus = inference.gpus_per_engine if gpus is None else gpus
+        nodes = nodes or inference.nodes_per_engine
+        arguments = {key.replace("-", "_"): value for key, value in {**inference.sglang, **own}.items()}
+        names = [name for name in ("tensor_parallel_size", "tp_size", "tp") if name in arguments]
+        if inference.engine != "sglang":
+            if nodes > 1:
+                yield (
+                    ("inference.nodes_per_engine", "inference.engine"),
+                    f'inference.nodes_per_engine = {nodes} needs inference.engine = "sglang"',
+                )
+            continue
+        ranks, slots = int(arguments[names[0]]) if names else 0, gpus * nodes
+        if names and (ranks < 1 or (slots and slots % ranks)):
+            yield (
+                (f"inference.sglang.{names[0]}", "inference.gpus_per_engine"),
+                f"inference.sglang.{names[0]} = {ranks} does not divide the {slots} GPUs of an engine "
+                f"(inference.gpus_per_engine = {gpus} x inference.nodes_per_engine = {nodes}): "
+                f"set it to a divisor, or leave it out for {slots}",
+            )
+        if nodes > 1 and ranks and ranks % nodes:
+            yield (
+                (f"inference.sglang.{names[0]}", "inference.nodes_per_engine"),
+                f"inference.sglang.{names[0]} = {ranks} does not divide into inference.nodes_per_engine = {nodes} "
+                f"nodes: set it to a multiple of {nodes}",
+            )
+
+
+def _collectives(config: Config) -> Found:
+    """Trainer and engines of one update group must agree on what their collectives do."""
+    if config.inference.engine != "sglang":
+        return
+    prefixes = ("NCCL_", "NVSHMEM_", "GLOO_", "TORCH_NCCL_")
+    sides = {}
+    for kind in ("trainer", "engine"):
+        runtime = config.runtimes.get(kind) or config.runtimes.get("default")
+        sides[kind] = dict(runtime.env) if runtime is not None else {}
+    for name in sorted({*sides["trainer"], *sides["engine"]}):
+        if name.startswith(prefixes) and sides["trainer"].get(name) != sides["engine"].get(name):
+            yield (
+                (f"runtimes.trainer.env.{name}", f"runtimes.engine.env.{name}"),
+                f"{name} is {sides['trainer'].get(name)!r} for the trainer and {sides['engine'].get(name)!r} for the "
+                "engines, which share collectives: give both the same value",
+            )
 
 
 def _ports(config: Config) -> Found:
@@ -304,6 +396,7 @@ _RULES: tuple[Callable[[Config], Found], ...] = (
     _learning,
     _sessions,
     _inference,
+    _collectives,
     _ports,
     _nodes,
     _names,

@@ -124,6 +124,18 @@ class RewardConfig(_Section, frozen=True):
     max_failure_rate: Annotated[float, Meta(ge=0, le=1), _d("Share of failed calls in a step that ends the run.")] = 0.2
 
 
+class EngineGroupConfig(_Section, frozen=True):
+    """A group of equal engines beside others: a pool of its own, `engine-<model>-<n>`. Unset values are those above."""
+
+    engines: Annotated[PositiveInt, _d("Engines of the group.")] = 1
+    gpus_per_engine: Annotated[NonNegativeInt | None, _d("GPUs of one engine on each of its nodes.")] = None
+    nodes_per_engine: Annotated[PositiveInt | None, _d("Nodes that one engine spans.")] = None
+    sglang: Annotated[dict[str, Any], _d("ServerArgs of this group; each wins over inference.sglang's.")] = {}
+    role: Annotated[
+        Literal["regular", "prefill", "decode", "placeholder"], _d("What the group does; only `regular` so far.")
+    ] = "regular"
+
+
 class InferenceConfig(_Section, frozen=True):
     """Engines and routers."""
 
@@ -132,7 +144,11 @@ class InferenceConfig(_Section, frozen=True):
         _d("`embedded`: the torch CPU engine; `sglang`: the real SGLang; `fake`: scripted tokens, for tests."),
     ] = "embedded"
     engines: Annotated[PositiveInt, _d("Engines of the policy.")] = 2
-    gpus_per_engine: Annotated[NonNegativeInt, _d("GPUs of one engine; 0 on a CPU.")] = 0
+    gpus_per_engine: Annotated[NonNegativeInt, _d("GPUs of one engine on each of its nodes; 0 on a CPU.")] = 0
+    nodes_per_engine: Annotated[PositiveInt, _d("Nodes that one engine of the real SGLang spans.")] = 1
+    groups: Annotated[
+        list[EngineGroupConfig], _d("Engine groups; empty: one group of `engines` engines as described here.")
+    ] = []
     router_policy: Annotated[str, _d("Load-balancing policy of the router.")] = "round_robin"
     router_port: Annotated[NonNegativeInt, _d("Fixed port of the router; 0: a free one is chosen.")] = 0
     max_running_requests: Annotated[PositiveInt, _d("Requests in an embedded engine's running batch.")] = 64
@@ -145,7 +161,11 @@ class InferenceConfig(_Section, frozen=True):
     sglang_program: Annotated[
         str, _path("Python file that is started in place of `-m sglang.launch_server`; empty: SGLang's own.")
     ] = ""
+    keyed: Annotated[bool, _d("The real SGLang answers only to the run's key, which lies in the run's secrets.")] = True
     start_deadline_s: Annotated[PositiveFloat, _d("Until a started engine must be healthy.")] = 1800.0
+    stall_s: Annotated[
+        PositiveFloat, _d("An engine whose scheduler gives no sign for this long, outside a window, is replaced.")
+    ] = 45.0
     request_timeout_s: Annotated[PositiveFloat, _d("Deadline of one generate request, retries included.")] = 300.0
     window_timeout_s: Annotated[PositiveFloat, _d("Longest weight update window; then it is aborted.")] = 600.0
 

@@ -19,13 +19,17 @@ class Withdrawn(ConnectionError):
     """The peer of a call left the address book while the call was in flight."""
 
 
-def open_http() -> aiohttp.ClientSession:
+def open_http(key: str = "") -> aiohttp.ClientSession:
     """A client without a connection bound, to be closed by its owner.
 
     Internal traffic ignores the `*_proxy` variables (`trust_env=False`): a site's proxy knows no compute node.
     Calls carry their own deadlines, so none is set for a whole request, only for connecting.
+
+    Args:
+        key: the run's HTTP key (`security.load_http_key`), sent with every request.
     """
     return aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {key}"} if key else None,
         trust_env=False,
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),

@@ -37,12 +37,17 @@ def base_url(url: str) -> str:
 
 
 class RouterApi:
-    """The list of the router at `url`; the caller's `http` is not closed here."""
+    """The list of the router at `url`; the caller's `http` is not closed here.
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, *, timeout_s: float = 10.0) -> None:
+    Args:
+        worker_key: the key that engines ask for; the router sends it with what it passes on.
+    """
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, *, timeout_s: float = 10.0, worker_key: str = "") -> None:
         self.url = url
         self._http = http
         self._timeout_s = timeout_s
+        self._worker_key = worker_key
 
     async def workers(self) -> list[RouterWorker]:
         """What the router lists now."""
@@ -56,7 +61,8 @@ class RouterApi:
 
     async def add(self, url: str) -> None:
         """Ask for `url` to be listed. Idempotent. 202 says queued: `workers` tells when it is active."""
-        await self._call("POST", "/workers", {"url": url}, expect=(200, 201, 202))
+        key = {"api_key": self._worker_key} if self._worker_key else {}
+        await self._call("POST", "/workers", {"url": url, **key}, expect=(200, 201, 202))
 
     async def remove(self, url: str, *, timeout_s: float = 10.0) -> None:
         """Take `url` from the list and wait until it is gone; one that is not listed is fine.

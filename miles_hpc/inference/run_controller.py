@@ -11,9 +11,12 @@ from miles_hpc.config.schema import Config
 from miles_hpc.inference.http_session import open_http
 from miles_hpc.inference.service import ControllerService
 from miles_hpc.inference.windows import RPC_PORT
+from miles_hpc.specs.engine import total_engines
+from miles_hpc.specs.router import asks_for_key
 from miles_hpc.wire.client import HubClient
 from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.rpc import RpcServer
+from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -25,11 +28,13 @@ async def control(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     settings = config.inference
-    async with open_http() as http:
+    key = load_http_key(env.run_dir, env.attempt)
+    async with open_http(key) as http:
         service = ControllerService(
             http,
             hub.replace_cell,
-            engines_wanted=settings.engines,
+            engines_wanted=total_engines(config),
+            worker_key=key if asks_for_key(config) else "",
             start_deadline_s=settings.start_deadline_s,
             window_timeout_s=settings.window_timeout_s,
         )

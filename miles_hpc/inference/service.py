@@ -81,6 +81,7 @@ class ControllerService:
         start_deadline_s: until a new engine must be healthy.
         window_timeout_s: longest window; then it is aborted.
         reconcile_s: between two looks at a router's list.
+        worker_key: the key that engines ask for, given to the routers.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ControllerService:
         window_timeout_s: float,
         reconcile_s: float = 2.0,
         load_timeout_s: float = 600.0,
+        worker_key: str = "",
     ) -> None:
         self.state = decisions.Controller()
         self._http = http
@@ -102,6 +104,7 @@ class ControllerService:
         self._window_timeout_s = window_timeout_s
         self._reconcile_s = reconcile_s
         self._load_timeout_s = load_timeout_s
+        self._worker_key = worker_key
         self._tasks: dict[tuple[str, Generation], set[asyncio.Task[None]]] = {}
         self._router_tasks: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
         self._kicks: dict[str, asyncio.Event] = {}
@@ -223,7 +226,7 @@ class ControllerService:
     async def _keep_router(self, cell: str, generation: Generation, url: str) -> None:
         """Bring one router's list in line whenever something changed, and every `reconcile_s` in any case."""
         kick, silent_since, reported = self._kicks[cell], time.monotonic(), time.monotonic()
-        api = RouterApi(url, self._http, timeout_s=5.0)
+        api = RouterApi(url, self._http, timeout_s=5.0, worker_key=self._worker_key)
         while True:
             kick.clear()
             pause = self._reconcile_s

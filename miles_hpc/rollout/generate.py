@@ -47,11 +47,13 @@ class Services:
 
     Args:
         pools: the address book as it is now.
+        http_key: the run's HTTP key.
     """
 
-    def __init__(self, config: Config, pools: Callable[[], dict[str, list[CellAddrs]]]) -> None:
+    def __init__(self, config: Config, pools: Callable[[], dict[str, list[CellAddrs]]], *, http_key: str = "") -> None:
         self.config = config
         self._pools = pools
+        self._http_key = http_key
 
     @functools.cached_property
     def tokenizer(self) -> ChatTokenizer:
@@ -65,7 +67,7 @@ class Services:
         """The worker's HTTP client."""
         from miles_hpc.inference.http_session import open_http
 
-        return open_http()
+        return open_http(self._http_key)
 
     @functools.cached_property
     def engine(self) -> GenerateClient:

@@ -19,6 +19,7 @@ from miles_hpc.session.requests import ChatDefaults
 from miles_hpc.session.server import SessionServer
 from miles_hpc.wire.client import HubClient
 from miles_hpc.wire.program import setup_logging
+from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ async def serve(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tokenizer = ChatTokenizer(Path(config.model.path), config.model.chat_template)
-    async with open_http() as http:
+    async with open_http(load_http_key(env.run_dir, env.attempt)) as http:
         server = SessionServer(
             f"{env.worker}-g{env.generation}",
             tokenizer,

@@ -7,7 +7,7 @@ from pathlib import Path
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.specs.controller import controller_spec
-from miles_hpc.specs.engine import engine_spec
+from miles_hpc.specs.engine import engine_specs
 from miles_hpc.specs.rollout import executor_spec, rollout_worker_spec
 from miles_hpc.specs.router import router_spec
 from miles_hpc.specs.session import session_spec
@@ -23,7 +23,7 @@ def compute_specs(config: Config, run_dir: str | Path) -> list[CommandWorkerSpec
     specs = [
         router_spec(config),
         session_spec(config),
-        engine_spec(config),
+        *engine_specs(config),
         controller_spec(config),
         rollout_worker_spec(config),
         executor_spec(config),

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from pathlib import Path
 
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext, SchedulingSpec
 from miles_hpc.specs.runtime import foreign_env, python_of
 from miles_hpc.wire.messages import PortInfo, Probe
+from miles_hpc.wire.security import http_key_path
+
+_KEYED = str(Path(__file__).parents[1] / "inference" / "keyed_router.py")
+_KEY_FILE = "MILES_HPC_ROUTER_KEY"
+
+
+def asks_for_key(config: Config) -> bool:
+    """Whether router and engines of a run answer only to its key."""
+    return config.inference.keyed and config.inference.engine == "sglang"
 
 
 def router_pool(config: Config) -> str:
@@ -23,8 +33,7 @@ def router_spec(config: Config) -> CommandWorkerSpec:
         http, prometheus = ctx.self_addrs["http"], ctx.self_addrs["prometheus"]
         return [
             python_of(config, "router"),
-            "-m",
-            "sglang_router.launch_router",
+            *([_KEYED] if asks_for_key(config) else ["-m", "sglang_router.launch_router"]),
             *("--host", router_host(http.host)),
             *("--port", str(http.port)),
             *("--policy", config.inference.router_policy),
@@ -36,8 +45,9 @@ def router_spec(config: Config) -> CommandWorkerSpec:
             *("--health-check-timeout-secs", "2"),
             *("--health-failure-threshold", "2"),
             *("--health-success-threshold", "1"),
-            # /health of a paused SGLang blocks for 20 s and would make a weight update look like a death.
-            *("--health-check-endpoint", "/model_info"),
+            # Engines answer it at once, paused or busy (SGLang: by SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0), without
+            # a key, and only when their model is loaded.
+            *("--health-check-endpoint", "/health"),
             *("--worker-startup-check-interval", "1"),
             *("--worker-startup-timeout-secs", "60"),
             *("--retry-max-retries", "5"),
@@ -50,12 +60,16 @@ def router_spec(config: Config) -> CommandWorkerSpec:
             *("--shutdown-grace-period-secs", "1"),
         ]
 
+    def env(ctx: LaunchCommandContext) -> dict[str, str]:
+        key = {_KEY_FILE: str(http_key_path(Path(ctx.run_dir), ctx.attempt))} if asks_for_key(config) else {}
+        return {**foreign_env(config, "router"), **key}
+
     return CommandWorkerSpec(
         name=router_pool(config),
         category="router",
         runtime="router",
         launch_command=command,
-        env=lambda ctx: foreign_env(config, "router"),
+        env=env,
         scheduling=SchedulingSpec(num_cpus_per_worker=0.5),
         port_infos=(
             PortInfo(name="http", static_port=fixed, allow_dynamic=not fixed),

@@ -22,6 +22,18 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 _NO_PROXY = {name: "" for word in ("http", "https", "all") for name in (f"{word}_proxy", f"{word}_PROXY".upper())}
 
 
+# SGLang forces the first; a trainer that shares a group with its engines and differs crashes NCCL.
+_COLLECTIVE = {"NCCL_CUMEM_ENABLE": "0", "NVSHMEM_DISABLE_NCCL": "1"}
+COLLECTIVE_PREFIXES = ("NCCL_", "NVSHMEM_", "GLOO_", "TORCH_NCCL_")
+"""Variables that trainer and engines must agree on."""
+
+
+def collective_env(config: Config, kind: str) -> dict[str, str]:
+    """What trainer and engines set alike for their collectives; a runtime's own values win (`check` compares them)."""
+    given = runtime_of(config, kind).env
+    return {**_COLLECTIVE, **{name: value for name, value in given.items() if name.startswith(COLLECTIVE_PREFIXES)}}
+
+
 def runtime_of(config: Config, kind: str) -> RuntimeConfig:
     """`[runtimes.<kind>]`, else `[runtimes.default]`, else this interpreter's."""
     return config.runtimes.get(kind) or config.runtimes.get("default") or RuntimeConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import CommandWorkerSpec, SchedulingSpec
-from miles_hpc.specs.runtime import own_env, own_program
+from miles_hpc.specs.runtime import collective_env, own_env, own_program
 from miles_hpc.wire.messages import PortInfo, Probe
 
 TRAINER_POOL = "trainer"
@@ -17,7 +17,7 @@ def trainer_spec(config: Config) -> CommandWorkerSpec:
         category="trainer",
         runtime="trainer",
         launch_command=lambda ctx: own_program(config, "trainer", "miles_hpc.train.run_trainer"),
-        env=lambda ctx: own_env(config, "trainer", config.train.threads),
+        env=lambda ctx: {**collective_env(config, "trainer"), **own_env(config, "trainer", config.train.threads)},
         scheduling=SchedulingSpec(
             num_workers_per_cell=config.train.ranks,
             num_cpus_per_worker=float(config.train.threads),

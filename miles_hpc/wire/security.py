@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -67,8 +68,31 @@ def secrets_dir(run_dir: Path, attempt: int) -> Path:
     return run_dir / "secrets" / f"attempt-{attempt}"
 
 
+def http_key_path(run_dir: Path, attempt: int) -> Path:
+    """The file of the key that the run's HTTP servers ask for."""
+    return secrets_dir(run_dir, attempt) / "http.key"
+
+
+def sglang_config_path(run_dir: Path, attempt: int) -> Path:
+    """The file that SGLang reads the key from (`--config`): on a command line everyone could read it."""
+    return secrets_dir(run_dir, attempt) / "sglang.yaml"
+
+
+def load_http_key(run_dir: Path, attempt: int) -> str:
+    """The key that the run's HTTP servers ask for, as `Authorization: Bearer <key>`.
+
+    Raises:
+        SecurityError: when its file is missing or unreadable.
+    """
+    path = http_key_path(run_dir, attempt)
+    try:
+        return path.read_text().strip()
+    except OSError as failure:
+        raise SecurityError(f"no HTTP key of attempt {attempt} in {path}: {failure}") from failure
+
+
 def create_secrets(run_dir: Path, attempt: int) -> None:
-    """Make the key pairs of an attempt: one per client role, one for RPC servers. Keys that exist are kept.
+    """Make the keys of an attempt: a pair per client role, one for RPC servers, one for HTTP. What exists is kept.
 
     Raises:
         OSError: when the run directory cannot be written.
@@ -79,16 +103,22 @@ def create_secrets(run_dir: Path, attempt: int) -> None:
         path.mkdir(exist_ok=True)
         path.chmod(0o700)
     for name in (*ROLES, DATA):
-        target = directory / f"{name}.json"
-        draft = directory / f".{name}-{os.getpid()}"
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(KeyPair.generate()))
-        try:
-            os.link(draft, target)
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
+        _write_once(directory / f"{name}.json", msgspec.json.encode(KeyPair.generate()))
+    _write_once(http_key_path(run_dir, attempt), secrets.token_urlsafe(32).encode())
+    _write_once(sglang_config_path(run_dir, attempt), f"api-key: {load_http_key(run_dir, attempt)}\n".encode())
+
+
+def _write_once(target: Path, content: bytes) -> None:
+    """A complete file of mode 0600; one that exists is kept."""
+    draft = target.with_name(f".{target.name}-{os.getpid()}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+    try:
+        os.link(draft, target)
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
 
 
 def load_keys(run_dir: Path, attempt: int, name: str) -> KeyPair:

@@ -51,6 +51,37 @@ CONFLICTS = [
         ("inference.sglang.port", "network.port_range"),
         "leave it out",
     ),
+    (
+        ["inference.engine=sglang", "inference.sglang.log-level=info"],
+        ("inference.sglang.log-level", "inference.keyed"),
+        "warning",
+    ),
+    (
+        ["inference.engine=sglang", "inference.gpus_per_engine=4", "inference.sglang.tp=3"],
+        ("inference.sglang.tp", "inference.gpus_per_engine"),
+        "leave it out for 4",
+    ),
+    (
+        ["inference.engine=sglang", "inference.nodes_per_engine=2", "inference.sglang.tp_size=3"],
+        ("inference.sglang.tp_size", "inference.nodes_per_engine"),
+        "multiple of 2",
+    ),
+    (["inference.nodes_per_engine=2"], ("inference.nodes_per_engine", "inference.engine"), "sglang"),
+    (
+        ["inference.engine=sglang", "inference.sglang.disaggregation_mode=prefill"],
+        ("inference.sglang.disaggregation_mode",),
+        "not yet",
+    ),
+    (
+        ["inference.engine=sglang", "runtimes.trainer.env.NCCL_ALGO=Ring"],
+        ("runtimes.trainer.env.NCCL_ALGO", "runtimes.engine.env.NCCL_ALGO"),
+        "both the same value",
+    ),
+    (
+        ["inference.router_policy=manual"],
+        ("inference.router_policy", "rollout.session_every"),
+        "session_every to 1",
+    ),
     (["inference.router_policy=fastest"], ("inference.router_policy",), "round_robin"),
     (["inference.router_port=70000"], ("inference.router_port",), "above 65535"),
     (

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_hpc.config.load import load
+from miles_hpc.config.schema import EngineGroupConfig
 from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext, SchedulingSpec
 from miles_hpc.specs.compute import compute_specs
-from miles_hpc.specs.engine import server_arguments
 from miles_hpc.specs.router import router_host
+from miles_hpc.specs.sglang import server_arguments
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import PortInfo, Probe
 
@@ -103,7 +105,7 @@ def test_the_routers_own_parser_reads_its_command_as_meant(host, policy):
     assert (args.port, args.policy, args.worker_urls) == (1234, policy, [])
     assert (args.prometheus_host, args.prometheus_port) == (host, 5678)
     assert (args.health_check_interval_secs, args.health_failure_threshold) == (1, 2)
-    assert (args.health_check_endpoint, args.disable_circuit_breaker) == ("/model_info", True)
+    assert (args.health_check_endpoint, args.disable_circuit_breaker) == ("/health", True)
     assert args.shutdown_grace_period_secs == 1
     assert args.request_timeout_secs >= 1800
 
@@ -131,8 +133,6 @@ def test_an_engines_own_parser_reads_hostile_paths_as_they_are(engine, path):
     from miles_hpc.engine.api import add_arguments
 
     config = config_of(f"inference.engine={engine}", "inference.fake_token_ms=2.5", "inference.threads=3")
-    import msgspec
-
     model = msgspec.structs.replace(config.model, path=path, chat_template=path)
     config = msgspec.structs.replace(config, model=model)
     spec = {spec.category: spec for spec in compute_specs(config, "/run")}["engine"]
@@ -162,8 +162,53 @@ def test_the_real_sglang_gets_server_arguments_by_field_name():
     assert "--log-level=info" in argv and "--log-level=warning" not in argv
     assert "--nccl-port=4400" in argv and "--random-seed=1" in argv
     assert spec.scheduling == SchedulingSpec(num_cells=2, num_gpus_per_worker=2, num_cpus_per_worker=1.0)
-    assert spec.meta(1) == {"model": "policy", "engine": "sglang", "gpu_offset": 2, "gpus": 2}
-    assert spec.env(context())["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert spec.meta(1) == {"model": "policy", "engine": "sglang", "gpu_offset": 2, "gpus": 2, "ranks": 2}
+    env = spec.env(context())
+    assert (env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"], env["NCCL_CUMEM_ENABLE"]) == ("0", "0")
+
+
+def test_keys_lie_in_a_file_and_never_in_argv_or_environment():
+    specs = specs_of("inference.engine=sglang")
+    argv = specs["engine"].launch_command(context(http=1, nccl=2))
+    assert argv[argv.index("--config") + 1] == "/run/secrets/attempt-0/sglang.yaml"
+    router = specs["router"]
+    argv = router.launch_command(context(http=1, prometheus=2))
+    assert argv[1].endswith("inference/keyed_router.py") and "--api-key" not in " ".join(argv)
+    assert router.env(context(http=1, prometheus=2))["MILES_HPC_ROUTER_KEY"] == "/run/secrets/attempt-0/http.key"
+    open_specs = specs_of("inference.engine=sglang", "inference.keyed=false")
+    assert "--config" not in open_specs["engine"].launch_command(context(http=1, nccl=2))
+    assert open_specs["router"].launch_command(context(http=1, prometheus=2))[1] == "-m"
+
+
+def test_groups_are_pools_of_their_own_with_their_own_arguments_and_gpu_offsets():
+    config = config_of("inference.engine=sglang", "inference.gpus_per_engine=2", "inference.sglang.dtype=float16")
+    groups = [
+        EngineGroupConfig(engines=2),
+        EngineGroupConfig(engines=1, gpus_per_engine=4, nodes_per_engine=2, sglang={"dtype": "bfloat16"}),
+    ]
+    inference = msgspec.structs.replace(config.inference, groups=groups)
+    config = msgspec.structs.replace(config, inference=inference)
+    first, second = (spec for spec in compute_specs(config, "/run") if spec.category == "engine")
+    assert (first.name, second.name) == ("engine-policy-0", "engine-policy-1")
+    assert [first.meta(i)["gpu_offset"] for i in range(2)] == [0, 2]
+    assert second.meta(0) == {"model": "policy", "engine": "sglang", "gpu_offset": 4, "gpus": 8, "ranks": 8}
+    assert (second.scheduling.num_workers_per_cell, second.scheduling.num_gpus_per_worker) == (2, 4)
+    assert "--dtype=float16" in first.launch_command(context(http=1, nccl=2))
+    addrs = [{"http": HostAndPort(f"10.0.0.{i}", 1), "dist": HostAndPort("10.0.0.0", 9)} for i in range(2)]
+    for rank in range(2):
+        ctx = LaunchCommandContext(
+            cell_index=0,
+            worker_index=rank,
+            local_gpu_ids=(),
+            self_addrs=addrs[rank],
+            cell_addrs=tuple(addrs),
+            pool_addrs={},
+            run_dir="/run",
+            attempt=0,
+        )
+        argv = second.launch_command(ctx)
+        assert {"--nnodes=2", f"--node-rank={rank}", "--dist-init-addr=10.0.0.0:9", "--dtype=bfloat16"} <= set(argv)
+        assert {"--tensor-parallel-size=8", "--random-seed=2"} <= set(argv)
 
 
 def test_another_program_can_stand_in_for_sglangs_launcher():
