@@ -13,7 +13,6 @@ import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -80,6 +79,8 @@ class Options:
     """Descriptor that reaches its end when the warden is gone."""
     timing: Timing = field(default_factory=Timing)
     port_range: tuple[int, int] | None = None
+    digest: str = ""
+    """What this agent has read (`digest.run_digest`)."""
 
     @property
     def node(self) -> str:
@@ -245,6 +246,9 @@ class Agent:
         if self._leaving and not self.table.running() and not self._goodbye_said:
             self._goodbye_said = True
             self._send(Goodbye(reason=self._leaving[0]))
+        for worker in self.supervisor.overdue():
+            pids = [f"{pid} {procfs.command_line(pid)[:80]}" for pid in worker.known]
+            self.log.write("still_not_stopped", "warning", worker=worker.name, processes=pids)
         if now >= self._hub_deadline and self.hub.name in self.supervisor.workers:
             self._hub_deadline = math.inf
             self.supervisor.stop(self.hub.name, grace=HUB_GRACE)
@@ -329,7 +333,6 @@ class Agent:
             self.log.write("unexpected", "warning", message=type(message).__name__)
 
     def _hello(self) -> AgentHello:
-        assert self.link is not None
         return AgentHello(
             incarnation=self.options.incarnation,
             node_index=self.options.node_index,
@@ -338,7 +341,7 @@ class Agent:
             pid=os.getpid(),
             address=self.options.address,
             package_version=miles_hpc.__version__,
-            digest=self.link.rendezvous.digest,
+            digest=self.options.digest,
             cpus=self._inventory.cpus,
             memory_bytes=self._inventory.memory_bytes,
             gpus=self._inventory.gpus,
@@ -397,11 +400,10 @@ class Agent:
         assert self._leaving is not None
         reason, code = self._leaving
         strays = self.supervisor.strays()
-        while strays:
+        if strays:
+            # Once: whatever they may start meanwhile is the warden's, which looks until nothing is left.
             self.log.write("strays_killed", "warning", processes=[procfs.command_line(p.pid)[:80] for p in strays])
             procfs.kill_all(strays)
-            self.supervisor.reap()
-            strays = self.supervisor.strays()
         if self.link is not None:
             if not self._goodbye_said:
                 self.link.report(Goodbye(reason=reason))
@@ -411,11 +413,3 @@ class Agent:
         self.log.write("left", reason=reason, exit_code=code)
         self.log.close()
         return code
-
-
-def timing_and_ports(run_dir: Path) -> dict[str, Any]:
-    """The part of the run's config that an agent needs, as fields of `Options`. Raises ConfigError."""
-    from miles_hpc.config.load import read_resolved
-
-    config = read_resolved(run_dir)
-    return {"timing": config.timing, "port_range": config.network.port_range}

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_hpc.agent.agent import Agent, Options, timing_and_ports
+from miles_hpc.agent.agent import Agent, Options
+from miles_hpc.agent.digest import run_digest
 from miles_hpc.agent.ports import PortError
 from miles_hpc.agent.scratch import ScratchError
 from miles_hpc.agent.supervise import SpawnError
 from miles_hpc.config.errors import ConfigError
+from miles_hpc.config.load import read_resolved
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.set_inheritable(given.lifeline, False)
     _raise_file_limit()
     try:
+        config = read_resolved(run_dir)
         options = Options(
             run_dir=run_dir,
             attempt=given.attempt,
@@ -52,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             slurm=given.slurm,
             incarnation=given.incarnation or secrets.token_hex(6),
             lifeline=given.lifeline,
-            **timing_and_ports(run_dir),
+            timing=config.timing,
+            port_range=config.network.port_range,
+            digest=run_digest(run_dir),
         )
         return Agent(options).run()
     except (ConfigError, PortError, ScratchError, SpawnError, OSError) as error:

@@ -30,6 +30,8 @@ FIRST_CHECK, LONGEST_CHECK = 0.01, 0.2
 """Seconds between two checks of a worker that is being stopped."""
 ORPHAN_GRACE = 1.0
 """Seconds that the rest of a worker keeps after TERM once its first process has ended."""
+OVERDUE_EVERY = 10.0
+"""Seconds after SIGKILL, and between two mentions, of a worker that does not die (it hangs in the kernel)."""
 PORT_PATIENCE = 2.0
 """Seconds to wait for the ports of a worker that has no process left."""
 SHIM = str(Path(__file__).with_name("spawn_shim.py"))
@@ -81,6 +83,7 @@ class Worker:
     empty_since: float = 0.0
     pause: float = FIRST_CHECK
     check_at: float = 0.0
+    overdue_at: float = 0.0
 
 
 class Supervisor:
@@ -307,6 +310,16 @@ class Supervisor:
             text=worker.text,
             leftovers=len(worker.leftovers),
         )
+
+    def overdue(self) -> list[Worker]:
+        """Workers that should have been gone long ago; each is named once every `OVERDUE_EVERY`."""
+        now = self._clock()
+        found = []
+        for worker in self.workers.values():
+            if worker.stopping and now > max(worker.kill_at, worker.overdue_at) + OVERDUE_EVERY:
+                worker.overdue_at = now
+                found.append(worker)
+        return found
 
     def strays(self) -> list[procfs.Process]:
         """Descendants that belong to no worker: orphans of a worker that is gone and had wiped their environment."""

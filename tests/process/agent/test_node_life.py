@@ -121,6 +121,26 @@ def test_a_second_incarnation_leaves_the_workers_of_living_agents_alone(hub, nod
     assert [p.pid for p in nodes.marked(WORKER)] == [here.pid]
 
 
+def test_a_new_agent_kills_what_dead_incarnations_of_its_node_have_left(hub, nodes):
+    def orphan(mark: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, procfs.MARK: mark, procfs.RUN_DIR: str(nodes.run_dir)}
+        return subprocess.Popen([sys.executable, "-c", STUBBORN], env=env, start_new_session=True)
+
+    mine = orphan(f"{nodes.run_id}/0/node-00000/0123456789ab/{WORKER}/g1-1")
+    other_node = orphan(f"{nodes.run_id}/0/node-00001/0123456789ab/{WORKER}/g1-1")
+    other_run = orphan(f"{nodes.run_id}x/0/node-00000/0123456789ab/{WORKER}/g1-1")
+    assert eventually(lambda: all(procfs.mark_of(p.pid)[0] for p in (mine, other_node, other_run)))
+    try:
+        nodes.start()
+        hub.join()
+        assert mine.wait(5) == -signal.SIGKILL
+        assert other_node.poll() is None and other_run.poll() is None
+    finally:
+        for process in (mine, other_node, other_run):
+            process.kill()
+            process.wait()
+
+
 def test_two_runs_of_one_name_do_not_touch_each_other(hub, node, nodes, tmp_path):
     twin_dir = tmp_path / "elsewhere" / nodes.run_dir.name
     twin_dir.mkdir(parents=True)

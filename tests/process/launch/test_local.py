@@ -44,6 +44,13 @@ def test_hub_and_agents_are_up_fast_and_each_process_carries_the_marker(tmp_path
     assert run.leftovers() == []
 
 
+def test_agents_and_hub_agree_on_what_they_have_read(run):
+    from miles_hpc.agent.digest import run_digest as of_the_agent
+    from miles_hpc.hub.run import run_digest as of_the_hub
+
+    assert of_the_agent(run.run_dir) == of_the_hub(run.run_dir)
+
+
 def test_stop_leaves_nothing_and_lets_the_hub_write_a_verdict(run):
     started = time.monotonic()
     run.stop("the test wants it")
