@@ -59,7 +59,7 @@ Track = Callable[[int, dict[str, Any]], None]
 
 
 class Driver:
-    """One run of the loop, from the newest commit to the last step. Steps count from 1; a rollout has its step's number.
+    """One run of the loop, from the newest commit to the last step. Steps count from 1; rollout n is step n's.
 
     Raises (run): whatever a part raises; nothing that was committed is lost by that.
     """
@@ -117,8 +117,9 @@ class Driver:
         if checkpoint is None and self._config.train.warm_start is not None:
             log.info("warm start: %s", await self._ranks.warm_start())
         await self._publish()
-        if start.step == 0 and self._config.data.heldout:
-            await self._evaluate(0)
+        # A run that ended between its last commit and its last evaluation has only this left to do.
+        if self._config.data.heldout and start.step in (0, self._config.steps):
+            await self._evaluate(start.step)
         self._hub.on_progress(self.summary)
 
     async def _step(self, step: int) -> None:
@@ -139,14 +140,13 @@ class Driver:
         lap("update")
         self.summary.on_step(step, result.reward_mean)
         last = step == self._config.steps
-        heldout = None
-        if self._config.data.heldout and (last or self._every(self._config.eval.every, step)):
-            # Before the commit, which records the accuracy: a run that is resumed at its end knows it then.
-            heldout = await self._evaluate(step)
-            lap("evaluate")
         if last or self._every(self._config.train.save_every, step):
             await self._commit(step)
         lap("save")
+        heldout = None
+        if self._config.data.heldout and (last or self._every(self._config.eval.every, step)):
+            heldout = await self._evaluate(step)
+            lap("evaluate")
         self.summary.counts = await self._executor.counts()
         row = {
             "step": step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,7 +57,7 @@ class RankClients:
         from miles_hpc.wire.rpc import RpcClient
 
         self._clients: list[RpcClient] = [
-            RpcClient(lambda rank=rank: rank_address(hub, rank), hub.env.run_dir, hub.env.attempt)
+            RpcClient(functools.partial(rank_address, hub, rank), hub.env.run_dir, hub.env.attempt)
             for rank in range(ranks)
         ]
 

@@ -29,7 +29,7 @@ def interface_of(host: str) -> str:
     wanted = "127.0.0.1" if host.startswith("127.") else host
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == wanted for entry in addresses):
-            return name
+            return str(name)
     return ""
 
 
