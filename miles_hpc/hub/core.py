@@ -152,6 +152,16 @@ class Client:
     generation: Generation
 
 
+@dataclass(frozen=True)
+class Failure:
+    """The run failed, says its driver; stands unless the death of another part explains it before `until`."""
+
+    reason: str
+    cell: str
+    """The driver's."""
+    until: float
+
+
 class Core:
     """All that the hub knows. Reactions in the sibling modules change it and put actions into `out`.
 
@@ -184,6 +194,9 @@ class Core:
         self.driver_summary: dict[str, Any] = {}
         self.ready_at: float | None = None
         self.first_step_at: float | None = None
+        self.group_deaths: dict[str, deque[float]] = {}
+        """Group -> times of its budgeted deaths inside the window."""
+        self.failure: Failure | None = None
         self.drain: Drain | None = None
         self.outcome: Outcome | None = None
         self.decided_at = 0.0

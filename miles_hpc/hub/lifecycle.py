@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from miles_hpc.hub.actions import Outcome
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
-from miles_hpc.hub.drain import UNCOMMITTED
+from miles_hpc.hub.healing import Ending, judge, may_start
 from miles_hpc.hub.placement import NodeSlots, Place, PlacementRefused, place
 from miles_hpc.hub.render import ports_of_worker, start_order
 from miles_hpc.wire.ids import Generation
@@ -14,20 +11,6 @@ from miles_hpc.wire.messages import PortsReserved, ReservePorts, StopWorker, Sup
 
 LAST_LINE_LIMIT = 300
 """Characters of a worker's last line that a reason quotes."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Why a cell ends."""
-
-    text: str
-    """For people: which worker, how it ended, which log tells more."""
-    budgeted: bool = True
-    """Counts against the heal budget; a lost node is not the cell's fault."""
-    final: bool = False
-    """The cell is not wanted any more."""
-    outcome: Outcome = "failed"
-    """How the run ends when it cannot go on without the cell."""
 
 
 # ------------------------------------------------------------------------------------------------ starting
@@ -38,7 +21,7 @@ def advance(core: Core) -> None:
     if core.begun:
         for cell_id in list(core.waiting):
             cell = core.cells[cell_id]
-            if core.outcome is None and cell.retry_at <= core.now:
+            if core.outcome is None and cell.retry_at <= core.now and may_start(core, cell):
                 _reserve(core, cell)
     for cell_id in list(core.reserved):
         cell = core.cells[cell_id]
@@ -276,8 +259,10 @@ def end_cell(core: Core, cell: Cell, ending: Ending) -> None:
         if not worker.gone:
             send_stop(core, cell, worker, ending.text)
     cell.wanted = cell.wanted and not ending.final
-    if core.outcome is None and cell.wanted:
-        _judge(core, cell, ending)
+    if core.outcome is None and cell.wanted and not ending.follows:
+        for other in judge(core, cell, ending):
+            text = f"{cell.id} of its group ended: {ending.text}"
+            end_cell(core, other, Ending(text, budgeted=False, follows=True))
     if all(worker.gone for worker in cell.workers):
         _on_cell_gone(core, cell)
 
@@ -285,34 +270,6 @@ def end_cell(core: Core, cell: Cell, ending: Ending) -> None:
 def send_stop(core: Core, cell: Cell, worker: Worker, reason: str) -> None:
     worker.ordered_at = core.now
     core.send_node(worker.node, StopWorker(worker=worker.id, generation=cell.generation, reason=reason))
-
-
-def _judge(core: Core, cell: Cell, ending: Ending) -> None:
-    """Whether the run survives this end, and how long the next start waits."""
-    heal = core.heal
-    if core.drain is not None:
-        if cell.spec.restart == "fail_run":
-            core.decide("drained", f"{core.drain.reason}; {ending.text}: {UNCOMMITTED}")
-        return
-    if cell.spec.restart == "fail_run":
-        what = "ended before it had finished the run" if cell.spec.category == "driver" else "ended"
-        core.decide(ending.outcome, f"cell {cell.id} {what}, and the run cannot go on without it: {ending.text}")
-        return
-    if not ending.budgeted:
-        cell.retry_at = core.now
-        return
-    while cell.deaths and core.now - cell.deaths[0] > heal.window_s:
-        cell.deaths.popleft()
-    if len(cell.deaths) >= heal.budget:
-        core.decide(
-            "failed",
-            f"cell {cell.id} ended {len(cell.deaths) + 1} times within {heal.window_s:g} s, "
-            f"its budget is {heal.budget} restarts (heal.budget): {ending.text}",
-        )
-        return
-    backoff = min(heal.max_backoff_s, heal.backoff_s * 2.0 ** (len(cell.deaths) - 1)) if cell.deaths else 0.0
-    cell.deaths.append(core.now)
-    cell.retry_at = core.now + backoff
 
 
 def _on_cell_gone(core: Core, cell: Cell) -> None:

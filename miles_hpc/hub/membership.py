@@ -5,7 +5,7 @@ from __future__ import annotations
 from miles_hpc.hub import lifecycle
 from miles_hpc.hub.actions import EXIT_CODES
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
-from miles_hpc.hub.lifecycle import Ending
+from miles_hpc.hub.healing import Ending
 from miles_hpc.wire.ids import Generation, node_id
 from miles_hpc.wire.messages import AgentHello, Refused, Shutdown, StopWorker, Welcome, WorkerState
 

@@ -11,7 +11,7 @@ import difflib
 from miles_hpc.hub import drain, lifecycle, views
 from miles_hpc.hub.actions import ShowDump, ShowEvents
 from miles_hpc.hub.core import Cell, Core, Phase
-from miles_hpc.hub.lifecycle import Ending
+from miles_hpc.hub.healing import Ending, vital
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     CancelRun,
@@ -95,7 +95,7 @@ def _cell(core: Core, name: str, generation: Generation | None = None) -> Cell:
 
 
 def _refuse_vital(cell: Cell) -> None:
-    if cell.spec.restart == "fail_run":
+    if vital(cell):
         raise _Refusal(
             f"{cell.id}: the run cannot go on without it; `miles-hpc drain` ends the run with a commit, "
             "and `miles-hpc run --resume` goes on from it"
@@ -128,7 +128,8 @@ def _start(core: Core, cell: Cell) -> None:
 
 
 def _restart(core: Core, cell: Cell, reason: str) -> None:
-    _refuse_vital(cell)
+    if cell.spec.restart == "fail_run":
+        _refuse_vital(cell)
     if not cell.wanted:
         raise _Refusal(f"{cell.id} is stopped: `miles-hpc start {cell.id}` starts it")
     core.note("operator_restarts_cell", cell=cell.id, generation=str(cell.generation), reason=reason)

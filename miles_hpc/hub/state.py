@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
-from miles_hpc.hub import drain, lifecycle, membership, operator
+from miles_hpc.hub import drain, healing, lifecycle, membership, operator
 from miles_hpc.hub.actions import Action, Event, HubBroke, HubSignalled, Leave, Received, Tick, VerdictWritten
 from miles_hpc.hub.core import LEAVE_SLACK_S, WRITE_PATIENCE_S, Client, Core, RunInfo
 from miles_hpc.hub.render import address_book
@@ -83,6 +83,7 @@ class HubState:
         if core.outcome is None:
             lifecycle.advance(core)
             drain.watch(core)
+            healing.watch_failure(core)
             self._publish()
         self._watch_end()
         out, core.out = core.out, []
@@ -168,7 +169,7 @@ class HubState:
             case FinishRun():
                 if message.summary:
                     core.driver_summary = message.summary
-                core.decide(message.outcome, message.reason)
+                healing.on_finish(core, client.cell, message)
             case ReplaceCell():
                 lifecycle.on_replace(core, message.cell, message.generation, message.reason, client.worker)
 

@@ -9,6 +9,9 @@ from typing import Any, Literal
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import PortInfo, Probe
 
+TRAINING_GROUP = "training"
+"""Driver, executor and trainer: one training incarnation, which goes back to the last commit as a whole."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingSpec:
@@ -67,6 +70,8 @@ class CommandWorkerSpec:
     probe: Probe = field(default_factory=Probe)
     restart: Literal["restart", "fail_run"] = "restart"
     """What a death means: heal the cell within the budget, or end the run with a reason."""
+    group: str = ""
+    """Pools of one group are one unit: when any of their cells ends, all are stopped, and started again together."""
     state: Literal["stateless", "stateful"] = "stateless"
     reads: tuple[str, ...] = ()
     """Pools whose addresses the command is rendered with; this pool starts after them."""
@@ -75,6 +80,8 @@ class CommandWorkerSpec:
     """Facts about a cell that observers need; published with its addresses."""
 
     def __post_init__(self) -> None:
+        if self.group and self.restart != "restart":
+            raise ValueError(f"pool {self.name!r}: a pool of group {self.group!r} is restarted with it")
         names = [port.name for port in self.port_infos]
         if len(set(names)) != len(names):
             raise ValueError(f"pool {self.name!r} declares a port name twice: {names}")

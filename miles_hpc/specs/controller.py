@@ -26,7 +26,6 @@ def controller_spec(config: Config) -> CommandWorkerSpec:
             timeout=config.timing.probe_timeout,
             start_deadline=config.timing.start_deadline,
         ),
-        restart="fail_run",
         state="stateful",
         stop_grace=config.timing.stop_grace,
     )

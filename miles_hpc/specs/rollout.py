@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miles_hpc.config.schema import Config
-from miles_hpc.specs.base import CommandWorkerSpec, SchedulingSpec
+from miles_hpc.specs.base import TRAINING_GROUP, CommandWorkerSpec, SchedulingSpec
 from miles_hpc.specs.runtime import own_env, own_program
 from miles_hpc.wire.messages import PortInfo, Probe
 
@@ -39,7 +39,7 @@ def executor_spec(config: Config) -> CommandWorkerSpec:
             timeout=config.timing.probe_timeout,
             start_deadline=config.timing.start_deadline,
         ),
-        restart="fail_run",
+        group=TRAINING_GROUP,
         state="stateful",
         stop_grace=config.timing.stop_grace,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miles_hpc.config.schema import Config
-from miles_hpc.specs.base import CommandWorkerSpec, SchedulingSpec
+from miles_hpc.specs.base import TRAINING_GROUP, CommandWorkerSpec, SchedulingSpec
 from miles_hpc.specs.runtime import collective_env, own_env, own_program
 from miles_hpc.wire.messages import PortInfo, Probe
 
@@ -32,7 +32,7 @@ def trainer_spec(config: Config) -> CommandWorkerSpec:
             timeout=config.timing.probe_timeout,
             start_deadline=config.timing.start_deadline,
         ),
-        restart="fail_run",
+        group=TRAINING_GROUP,
         state="stateful",
         stop_grace=config.timing.trainer_stop_grace,
     )
@@ -46,7 +46,7 @@ def driver_spec(config: Config) -> CommandWorkerSpec:
         launch_command=lambda ctx: own_program(config, "driver", "miles_hpc.train.run_driver"),
         env=lambda ctx: own_env(config, "driver"),
         scheduling=SchedulingSpec(num_cpus_per_worker=0.5, avoid_hub_node=True),
-        restart="fail_run",
+        group=TRAINING_GROUP,
         state="stateful",
         stop_grace=config.timing.stop_grace,
     )

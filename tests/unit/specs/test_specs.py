@@ -61,18 +61,19 @@ def test_a_pool_without_cells_is_left_out():
     assert "session-server" not in specs_of("session.servers=0")
 
 
-def test_stateful_pools_fail_the_run_and_stateless_ones_are_healed():
-    found = {name: (spec.state, spec.restart) for name, spec in specs_of().items()}
-    healed, ended = ("stateless", "restart"), ("stateful", "fail_run")
+def test_every_pool_is_healed_and_the_training_incarnation_as_one():
+    found = {name: (spec.state, spec.group) for name, spec in specs_of().items()}
+    assert {spec.restart for spec in specs_of().values()} == {"restart"}
+    healed, incarnation = ("stateless", ""), ("stateful", "training")
     assert found == {
         "router": healed,
         "session-server": healed,
         "engine": healed,
         "rollout-worker": healed,
-        "controller": ended,
-        "executor": ended,
-        "trainer": ended,
-        "driver": ended,
+        "controller": ("stateful", ""),
+        "executor": incarnation,
+        "trainer": incarnation,
+        "driver": incarnation,
     }
 
 
