@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from miles_hpc.cli.exits import BAD_INPUT, CANCELLED, FAILED, refuse
+from miles_hpc.cli.live_verbs import add_live_verbs
 
 # Started by programs, with arguments of their own: module that holds `main(argv)`.
 _PROGRAMS = {"agent": "miles_hpc.agent.run", "hub": "miles_hpc.hub.run"}
@@ -70,11 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="as JSON schema, for editors")
     form.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
 
-    for verb, help_text in (("status", "where a run stands"), ("cells", "what a run's cells are doing")):
-        command = verbs.add_parser(verb, help=help_text)
-        command.set_defaults(call=f"status:{verb}")
-        command.add_argument("run", nargs="?", default="", help="run directory or id (default: the only one running)")
-        command.add_argument("--json", action="store_true", help="as JSON")
+    add_live_verbs(verbs)
 
     model = verbs.add_parser("make-model", help="build a tiny model with tokenizer and chat template")
     model.set_defaults(call="make_model:make_model")

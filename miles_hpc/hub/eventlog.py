@@ -81,16 +81,18 @@ class EventLog:
                 self._file.write(json.dumps(line, default=str) + "\n")
                 if self._lines.empty():
                     self._file.flush()
-                print(_for_people(line), file=self._stderr, flush=True)
+                print(for_people(line), file=self._stderr, flush=True)
             except OSError:
                 # A full or broken file system must not end the log thread: later lines may get through.
                 self.dropped += 1
 
 
-def _for_people(line: dict[str, Any]) -> str:
+def for_people(line: dict[str, Any]) -> str:
+    """A line as text: time of day, level, source, event, fields."""
     fields = {key: value for key, value in line.items() if key not in ("time", "level", "source", "event")}
-    clock = time.strftime("%H:%M:%S", time.localtime(line["time"]))
-    return " ".join([clock, line["level"].upper(), "hub", line["event"], *(f"{k}={v}" for k, v in fields.items())])
+    clock = time.strftime("%H:%M:%S", time.localtime(line.get("time", 0.0)))
+    head = [clock, str(line.get("level", "")).upper(), "hub", str(line.get("event", ""))]
+    return " ".join([*head, *(f"{key}={value}" for key, value in fields.items())])
 
 
 class _Handler(logging.Handler):

@@ -10,7 +10,7 @@ import pytest
 from miles_hpc.cli.exits import one_line
 from miles_hpc.cli.preflight import claim_run_dir, port_holder
 from miles_hpc.cli.run import _again, _run_dir, closing_lines, last_line, newest_checkpoint
-from miles_hpc.cli.status import find_run
+from miles_hpc.cli.source import find_run
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.load import load
 from miles_hpc.config.schema import Config
