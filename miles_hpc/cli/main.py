@@ -6,23 +6,13 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
-from miles_hpc.cli.exits import BAD_INPUT, CANCELLED, FAILED, refuse
+from miles_hpc.cli.exits import BAD_INPUT, CANCELLED, FAILED
 from miles_hpc.cli.live_verbs import add_live_verbs
+from miles_hpc.cli.parsing import Parser, add_files
 
 # Started by programs, with arguments of their own: module that holds `main(argv)`.
-_PROGRAMS = {"agent": "miles_hpc.agent.run", "hub": "miles_hpc.hub.run"}
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose refusals are one line, like every other bad input."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise SystemExit(refuse(f"{message}: see `{self.prog} --help`"))
+_PROGRAMS = {"agent": "miles_hpc.cli.node", "hub": "miles_hpc.hub.run"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,25 +36,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="miles-hpc",
         description="LLM reinforcement-learning rollouts and training, with no Ray.",
         epilog="exit codes: 0 finished, 1 failed, 2 bad input, 75 drained, 130 cancelled",
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
 
     run = verbs.add_parser("run", help="run a recipe or your own run files on this machine")
     run.set_defaults(call="run:run")
-    _add_files(run)
+    add_files(run)
     run.add_argument("--run-dir", metavar="DIR", default="", help="where the run lives (default: runs/<run id>)")
     run.add_argument("--resume", action="store_true", help="continue the run in --run-dir from its last commit")
     run.add_argument("--dry-run", action="store_true", help="print config, placement and commands; start nothing")
 
     config = verbs.add_parser("config", help="show a resolved config, or every setting there is")
-    actions = config.add_subparsers(dest="action", metavar="show|schema", parser_class=_Parser, required=True)
+    actions = config.add_subparsers(dest="action", metavar="show|schema", parser_class=Parser, required=True)
     show = actions.add_parser("show", help="the config that these files give, defaults included, as TOML")
     show.set_defaults(call="config:show")
-    _add_files(show)
+    add_files(show)
     schema = actions.add_parser("schema", help="every setting with its type, default and meaning")
     schema.set_defaults(call="config:schema")
     form = schema.add_mutually_exclusive_group()
@@ -85,18 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(call="report:report")
     report.add_argument("run_dir", metavar="RUN_DIR")
 
-    verbs.add_parser("agent", help="one node's agent (started by `run` and by Slurm)")
+    verbs.add_parser("agent", help="one node of a Slurm job (started by srun)")
     verbs.add_parser("hub", help="a run's hub (started by the first node's agent)")
     return parser
-
-
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE_OR_RECIPE", help="run files or recipes; later ones win")
-    parser.add_argument(
-        "--set",
-        dest="sets",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override one setting, such as rollout.batch_size=64",
-    )

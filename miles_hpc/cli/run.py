@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Until a run is started there is nothing to clean up: SIGTERM ends the command like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        loaded = _loaded(arguments)
+        loaded = loaded_files(arguments)
         run_dir = _run_dir(arguments, loaded.config)
         if arguments.dry_run:
             return _dry_run(loaded, run_dir)
@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         return CANCELLED
 
 
-def _loaded(arguments: argparse.Namespace) -> Loaded:
+def loaded_files(arguments: argparse.Namespace) -> Loaded:
+    """The composed and checked run files of a command line. Raises ConfigError."""
     files, sets = list(arguments.files), list(arguments.sets)
     if not files and arguments.resume and arguments.run_dir:
         # A resumed run needs no files again: its resolved config has everything, and the path of a model that was made.
@@ -63,7 +64,7 @@ def _run_dir(arguments: argparse.Namespace, config: Config) -> Path:
     return Path("runs").absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _with_model(config: Config, run_dir: Path) -> Config:
+def with_model(config: Config, run_dir: Path) -> Config:
     """The config with the path of the model that will be made in the run directory."""
     if config.model.make is None:
         return config
@@ -76,7 +77,7 @@ def _dry_run(loaded: Loaded, run_dir: Path) -> int:
 
     notes = apart(preflight, loaded)
     try:
-        for line in show(_with_model(loaded.config, run_dir), run_dir):
+        for line in show(with_model(loaded.config, run_dir), run_dir):
             print(line)
     except NotPlaceable as error:
         raise ConfigError(f"{loaded.origin(['cluster.local_nodes'])}: cluster.local_nodes: {error}") from error
@@ -106,7 +107,7 @@ def _start(loaded: Loaded, run_dir: Path, notes: list[str], arguments: argparse.
     from miles_hpc.launch.local import start_local
     from miles_hpc.wire.security import create_secrets
 
-    config = _with_model(loaded.config, run_dir)
+    config = with_model(loaded.config, run_dir)
     try:
         # Before the claim: the claim is for a process that can start, and building a model may fail.
         if config.model.make is not None:

@@ -242,6 +242,52 @@ class TrackingConfig(_Section, frozen=True):
     wandb_mode: Annotated[Literal["online", "offline"], _d("W&B mode.")] = "offline"
 
 
+class ContainerConfig(_Section, frozen=True):
+    """The container that the nodes' agents, and with them all workers, run in."""
+
+    kind: Annotated[
+        Literal["pyxis", "apptainer"], _d("`pyxis`: srun's --container-… options; `apptainer`: `apptainer exec`.")
+    ] = "pyxis"
+    image: Annotated[str, _d("Image: a file, or what the container tool takes.")] = ""
+    mounts: Annotated[list[str], _d("`SOURCE:TARGET[:OPTIONS]`; the run directory is always mounted.")] = []
+    python: Annotated[str, _d("The interpreter inside the container that has miles-hpc.")] = "python3"
+    arguments: Annotated[list[str], _d("More arguments of srun (pyxis) or of `apptainer exec`.")] = []
+
+
+class SlurmConfig(_Section, frozen=True):
+    """What `miles-hpc submit` asks Slurm for, and what happens at the end of an allocation."""
+
+    partition: Annotated[str, _d("Partition; empty: the cluster's default.")] = ""
+    account: Annotated[str, _d("Account; empty: your default.")] = ""
+    qos: Annotated[str, _d("Quality of service; empty: the default.")] = ""
+    nodes: Annotated[PositiveInt, _d("Nodes. In a job, what its allocation has.")] = 1
+    gpus_per_node: Annotated[NonNegativeInt, _d("GPUs of each node.")] = 0
+    cpus_per_node: Annotated[
+        NonNegativeInt, _d("CPUs of each node; 0: whole nodes for this job alone (--exclusive).")
+    ] = 0
+    memory: Annotated[str, _d("Memory of each node, such as `200G`; empty: all of a node's (--mem=0).")] = ""
+    time: Annotated[str, _d("Time limit in Slurm's forms, such as `4:00:00`; empty: the partition's default.")] = ""
+    constraint: Annotated[str, _d("Node features.")] = ""
+    exclude: Annotated[str, _d("Nodes to leave out.")] = ""
+    reservation: Annotated[str, _d("Reservation.")] = ""
+    setup: Annotated[list[str], _d("Shell lines before srun: modules, a virtual environment, exports.")] = []
+    container: Annotated[ContainerConfig | None, _d("Run inside a container.")] = None
+    additional: Annotated[
+        dict[str, Any], _d("More options of sbatch by their long names, such as comment or nice.")
+    ] = {}
+    signal_s: Annotated[
+        NonNegativeInt, _d("Slurm sends SIGUSR2 this many seconds before the time limit, up to a minute early.")
+    ] = 180
+    drain_margin_s: Annotated[
+        PositiveFloat, _d("The hub's own clock begins to drain this long before the allocation ends.")
+    ] = 120.0
+    requeue: Annotated[bool, _d("A run that drained because its allocation ends is put into the queue again.")] = True
+    max_requeues: Annotated[NonNegativeInt, _d("Restarts of one job; then it stays ended.")] = 20
+    max_idle_requeues: Annotated[
+        PositiveInt, _d("Attempts in a row that committed nothing; after these there is no further one.")
+    ] = 2
+
+
 class Config(_Section, frozen=True):
     """A run."""
 
@@ -271,5 +317,6 @@ class Config(_Section, frozen=True):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     heal: HealConfig = HealConfig()
+    slurm: SlurmConfig = SlurmConfig()
     tracking: TrackingConfig = TrackingConfig()
     timing: Timing = Timing()

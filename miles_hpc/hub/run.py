@@ -86,7 +86,7 @@ def _serve(arguments: argparse.Namespace, run_dir: Path, config: Config, log: Ev
             attempt=attempt,
             epoch=epoch,
             run_dir=str(run_dir),
-            expected_nodes=config.cluster.local_nodes,
+            expected_nodes=config.slurm.nodes if arguments.slurm else config.cluster.local_nodes,
             spare_nodes=config.cluster.spare_nodes,
             hub_node=arguments.node,
             drain_on_signal=arguments.slurm,

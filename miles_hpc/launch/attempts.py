@@ -15,6 +15,7 @@ import msgspec
 from miles_hpc.agent.procfs import boot_id, start_time
 
 _NAME = re.compile(r"(\d+)\.json")
+_HUB_PATIENCE_S = 3.0
 
 
 class AttemptError(Exception):
@@ -36,6 +37,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     job_id: str = ""
     restart: int = 0
+    nodes: int = 0
+    """Nodes of the allocation; 0: a run on one machine."""
     host: str
     pid: int
     pid_start: int
@@ -77,14 +80,64 @@ def is_live(attempt: Attempt) -> bool:
     return start_time(attempt.pid) == attempt.pid_start
 
 
+def who_runs(run_dir: Path, attempt: Attempt, environ: Mapping[str, str] = os.environ) -> str:
+    """Why an attempt counts as going on, for people; "" when nothing speaks for it.
+
+    The process that claimed it is asked for on its own host. An attempt of a Slurm job without a verdict is asked for
+    at its hub, wherever that is, and at Slurm.
+    """
+    if is_live(attempt):
+        return f"attempt {attempt.number} runs on host {attempt.host} with pid {attempt.pid}"
+    if not attempt.job_id or (run_dir / "verdicts" / f"attempt-{attempt.number}.json").exists():
+        return ""
+    if attempt.job_id == environ.get("SLURM_JOB_ID") and attempt.restart != int(
+        environ.get("SLURM_RESTART_COUNT") or 0
+    ):
+        return ""  # Slurm itself has ended it: this is the requeued job
+    where = f"attempt {attempt.number} runs as job {attempt.job_id} on host {attempt.host}"
+    if hub := _answering_hub(run_dir, attempt.number):
+        return f"{where} (its hub answers: {hub})"
+    if attempt.job_id != environ.get("SLURM_JOB_ID") and (state := _slurm_state(attempt)):
+        return f"{where} (Slurm: {state})"
+    return ""
+
+
+def _answering_hub(run_dir: Path, attempt: int) -> str:
+    from miles_hpc.wire.operator import OperatorClient
+    from miles_hpc.wire.sockets import HubError
+
+    try:
+        with OperatorClient(run_dir, attempt, timeout_s=_HUB_PATIENCE_S) as hub:
+            return hub.status().hub
+    except HubError:
+        return ""
+
+
+def _slurm_state(attempt: Attempt) -> str:
+    """What Slurm calls a job that may still run; "" when it has ended, is not known, or Slurm does not answer."""
+    from miles_hpc.launch.slurm_commands import SlurmError, squeue
+
+    try:
+        row = squeue([attempt.job_id]).get(attempt.job_id)
+    except SlurmError:
+        return ""
+    return row.state.name if row is not None and row.state.alive and row.restarts == attempt.restart else ""
+
+
 def claim_attempt(
-    run_dir: Path, *, resume: bool = False, run_id: str = "", environ: Mapping[str, str] = os.environ
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    run_id: str = "",
+    nodes: int = 0,
+    environ: Mapping[str, str] = os.environ,
 ) -> Attempt:
     """Claim the next attempt of a run for this process.
 
     Args:
         resume: allow a directory that holds a run already.
         run_id: of a new run; default: the directory's name. A resumed run keeps the one it has.
+        nodes: of the allocation, under Slurm.
 
     Raises:
         RunExists: when it holds a run and `resume` is off.
@@ -97,11 +150,10 @@ def claim_attempt(
     while True:
         earlier = read_attempts(run_dir)
         for other in earlier:
-            if is_live(other):
-                raise RunIsLive(
-                    f"{run_dir} is in use: attempt {other.number} runs on host {other.host} with pid {other.pid}; "
-                    "wait for it, or stop it first"
-                )
+            # Only the newest can have a hub: each attempt saw the earlier ones end.
+            reason = who_runs(run_dir, other, environ) if other is earlier[-1] or not other.job_id else ""
+            if reason:
+                raise RunIsLive(f"{run_dir} is in use: {reason}; wait for it, or stop it first")
         if earlier and not resume:
             raise RunExists(
                 f"{run_dir} holds run {earlier[-1].run_id!r} with {len(earlier)} attempts: "
@@ -111,7 +163,8 @@ def claim_attempt(
             number=earlier[-1].number + 1 if earlier else 0,
             run_id=earlier[-1].run_id if earlier else run_id or run_dir.absolute().name,
             job_id=environ.get("SLURM_JOB_ID", ""),
-            restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+            nodes=nodes,
             host=socket.gethostname(),
             pid=os.getpid(),
             pid_start=start_time(os.getpid()) or 0,

@@ -1,0 +1,188 @@
+"""`miles-hpc agent RUN_FILE… --run-dir DIR`: one node of a Slurm job. srun starts it on every node of the job.
+
+Node 0 prepares the attempt; the others wait for it. Then this process becomes the node's warden (execve), so that the
+warden is the Slurm task itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from miles_hpc.cli.exits import BAD_INPUT, FAILED, one_line
+from miles_hpc.cli.parsing import Parser, add_files
+from miles_hpc.config.errors import ConfigError
+from miles_hpc.launch.allocation import NotInAllocation, Task
+from miles_hpc.launch.attempts import AttemptError
+from miles_hpc.launch.preparation import PreparationTimeout, Prepared, say_prepared, wait_prepared
+from miles_hpc.wire.program import setup_logging
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Become one node of the run. Returns only when that fails."""
+    setup_logging()
+    arguments = parser().parse_args(argv)
+    try:
+        task = Task.from_environ()
+    except NotInAllocation as error:
+        return _refuse(str(error))
+    run_dir = Path(arguments.run_dir).expanduser().absolute()
+    if task.index == 0:
+        prepared = _prepare_and_say(arguments, run_dir, task)
+    else:
+        try:
+            prepared = wait_prepared(run_dir, task.job, task.step, arguments.prepare_timeout)
+        except PreparationTimeout as error:
+            return _fail(str(error))
+    if prepared.error:
+        # Node 0 has said why; the others only end with the same code.
+        return prepared.exit_code
+    try:
+        become_warden(run_dir, task, prepared)
+    except (ConfigError, OSError) as error:
+        return _fail(f"{task.host}: the agent could not be started: {error}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of a node."""
+    found = Parser(prog="miles-hpc agent", description="One node of a run in a Slurm job; started by srun.")
+    add_files(found)
+    found.add_argument("--run-dir", metavar="DIR", required=True, help="on a file system that all nodes share")
+    found.add_argument("--resume", action="store_true", help="continue the run in --run-dir (a requeue implies it)")
+    found.add_argument(
+        "--prepare-timeout",
+        type=float,
+        metavar="S",
+        default=1800.0,
+        help="how long the other nodes wait for the first one to check the files and build the model",
+    )
+    return found
+
+
+def _prepare_and_say(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepared:
+    from miles_hpc.launch.job_files import write_exit_code
+
+    try:
+        prepared = prepare(arguments, run_dir, task)
+    except (ConfigError, AttemptError) as error:
+        _refuse(str(error))
+        prepared = Prepared(error=one_line(error), exit_code=BAD_INPUT)
+    except (OSError, RuntimeError) as error:
+        text = f"{run_dir} could not be prepared: {one_line(error)}"
+        _fail(text)
+        prepared = Prepared(error=text, exit_code=FAILED)
+    try:
+        say_prepared(run_dir, task.job, task.step, prepared)
+        if prepared.error:
+            # srun gives the highest code of all tasks; the script takes the one in this file.
+            write_exit_code(run_dir, task.job, prepared.exit_code)
+    except OSError as error:
+        _fail(f"{run_dir} cannot be written on {task.host}: {error.strerror}")
+        return msgspec.structs.replace(prepared, error=prepared.error or str(error), exit_code=FAILED)
+    return prepared
+
+
+def prepare(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepared:
+    """All that comes before the first process of the run: what `miles-hpc run` does, for a job.
+
+    Raises:
+        ConfigError, AttemptError: bad input, in one line.
+        OSError, RuntimeError: the run directory cannot be written, or the model not be built.
+    """
+    from miles_hpc.cli.apart import apart
+    from miles_hpc.cli.environment import write_environment
+    from miles_hpc.cli.preflight import claim_run_dir, preflight
+    from miles_hpc.cli.run import loaded_files, make_model_in, with_model
+    from miles_hpc.config.load import RESOLVED, write_resolved
+    from miles_hpc.launch.attempts import claim_attempt, register
+    from miles_hpc.wire.security import create_secrets
+
+    requeued = task.job.restart > 0 and holds_attempts(run_dir)
+    arguments.resume = resume = arguments.resume or requeued
+    if requeued and (run_dir / RESOLVED).is_file():
+        # What the first attempt has read, however the user's files look by now.
+        arguments.files, arguments.sets = [], []
+    arguments.sets.append(f"slurm.nodes={task.nodes}")
+    loaded = loaded_files(arguments)
+    notes = apart(preflight, loaded)
+    claim_run_dir(run_dir, resume=resume)
+    config = with_model(loaded.config, run_dir)
+    if config.model.make is not None:
+        apart(make_model_in, config, run_dir)
+    attempt = claim_attempt(run_dir, resume=resume, nodes=task.nodes)
+    register(run_dir, attempt)
+    create_secrets(run_dir, attempt.number)
+    write_resolved(config, run_dir)
+    write_environment(run_dir, sys.argv)
+    for note in notes:
+        log.info("note: %s", note)
+    log.info(
+        "run %s, attempt %d, job %s, %d nodes, in %s", attempt.run_id, attempt.number, task.job, task.nodes, run_dir
+    )
+    return Prepared(run_id=attempt.run_id, attempt=attempt.number)
+
+
+def holds_attempts(run_dir: Path) -> bool:
+    """Whether an attempt was ever claimed there."""
+    from miles_hpc.launch.attempts import read_attempts
+
+    return bool(read_attempts(run_dir))
+
+
+def become_warden(run_dir: Path, task: Task, prepared: Prepared) -> NoReturn:
+    """Turn this process into the warden of this node.
+
+    Raises:
+        ConfigError: when the resolved config cannot be read.
+        NoAddress, OSError: when this node has no usable address, or the program cannot be executed.
+    """
+    from miles_hpc.agent import procfs
+    from miles_hpc.config.load import read_resolved
+    from miles_hpc.launch.local import WARDEN
+    from miles_hpc.launch.node_address import NoAddress, choose_address
+    from miles_hpc.wire.ids import node_id
+
+    config = read_resolved(run_dir)
+    network = config.network
+    peers = [host for index, host in enumerate(task.hosts) if index != task.index][:2]
+    try:
+        address = choose_address(network.interface, network.subnet, peers)
+    except NoAddress as error:
+        raise ConfigError(str(error)) from error
+    node = node_id(task.index)
+    agent = [sys.executable, "-m", "miles_hpc.agent.run", "--run-dir", str(run_dir), "--run-id", prepared.run_id]
+    agent += ["--attempt", str(prepared.attempt), "--node-index", str(task.index), "--address", address, "--slurm"]
+    if task.index == 0:
+        agent.append("--hub")
+    argv = [sys.executable, "-I", "-S", str(WARDEN), "--run-id", prepared.run_id, "--run-dir", str(run_dir)]
+    argv += ["--attempt", str(prepared.attempt), "--node", node]
+    argv += ["--stop-grace", f"{config.timing.drain + config.timing.stop_grace:g}", "--", *agent]
+    env = procfs.worker_environ(os.environ)
+    env[procfs.MARK] = f"{prepared.run_id}/{prepared.attempt}/{node}/0/warden/g0-0"
+    env[procfs.RUN_DIR] = str(run_dir)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(argv[0], argv, env)
+
+
+def _refuse(text: str) -> int:
+    print(f"miles-hpc: {one_line(text)}", file=sys.stderr, flush=True)
+    return BAD_INPUT
+
+
+def _fail(text: str) -> int:
+    print(f"miles-hpc: failed: {one_line(text)}", file=sys.stderr, flush=True)
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
