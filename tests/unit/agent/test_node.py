@@ -94,11 +94,11 @@ def test_the_log_is_one_json_object_a_line(tmp_path, capsys):
     log.write("worker_exited", "warning", path=Path("/x"), text="two\nlines")
     log.close()
     rows = [json.loads(line) for line in (tmp_path / "deep" / "agent.jsonl").read_text().splitlines()]
-    assert [(row["level"], row["where"], row["event"]) for row in rows] == [
+    assert [(row["level"], row["source"], row["event"]) for row in rows] == [
         ("info", "node-00000", "started"),
         ("warning", "node-00000", "worker_exited"),
     ]
-    assert rows[1]["path"] == "/x" and rows[0]["t"] <= rows[1]["t"]
+    assert rows[1]["path"] == "/x" and rows[0]["time"] <= rows[1]["time"]
     assert "worker_exited" in capsys.readouterr().err
 
 
