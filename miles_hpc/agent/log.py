@@ -1,4 +1,4 @@
-"""The agent's own log: one JSON object a line, `{time, level, source, event, …}` as the hub's; `time` in s since 1970."""
+"""The agent's own log: one JSON object a line, `{time, level, source, event, …}` as the hub's, time since 1970."""
 
 from __future__ import annotations
 
