@@ -1,13 +1,15 @@
-"""The data of the recipes: numbers to be written backwards. `python -m miles_hpc.train.make_data OUT_DIR`.
+"""The data of the recipes. `python -m miles_hpc.train.make_data OUT_DIR`.
 
 The recipes ship these files; this module says where they come from, and a test holds that they are equal.
 
-- `quickstart.train.jsonl`, `quickstart.heldout.jsonl`: prompt and label.
+- `quickstart.train.jsonl`, `quickstart.heldout.jsonl`: numbers to be written backwards, prompt and label.
 - `quickstart.warm.jsonl`: prompt and answer for the supervised warm start. It teaches the form of an answer, a number
   of as many digits, and three ways to find it, of which the right one is the rarest: so the greedy answer of a
   warm-started policy is wrong nearly everywhere, while its samples are right often enough for a reward to act on.
 
-No number occurs in two of the files.
+- `smoke.train.jsonl`, `smoke.heldout.jsonl`: sums, which the scripted engine answers rightly in a part of all cases.
+
+No number of the quickstart occurs in two of its files, and no sum in both of smoke's.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 TRAIN, HELDOUT, WARM = 1024, 256, 4096
+# Fewer prompts than a run of smoke asks for, so that each goes through the end of a data epoch.
+SMOKE_TRAIN, SMOKE_HELDOUT = 96, 32
 SECOND_TURN = "Are you sure? Answer again."
 """As `rollout.second_turn` of the recipes has it, so that the warm start covers the second turn too."""
 
@@ -53,7 +57,15 @@ def make_rows() -> dict[str, list[dict[str, Any]]]:
         "quickstart.train.jsonl": [_question(number) for number in train],
         "quickstart.heldout.jsonl": [_question(number) for number in heldout],
         "quickstart.warm.jsonl": [_example(rng, index, number) for index, number in enumerate(warm)],
+        **_smoke_rows(),
     }
+
+
+def _smoke_rows() -> dict[str, list[dict[str, Any]]]:
+    pairs = [(left, right) for left in range(10, 100) for right in range(10, 100)]
+    chosen = random.Random(_SEED).sample(pairs, SMOKE_TRAIN + SMOKE_HELDOUT)
+    rows = [{"prompt": f"What is {left} + {right}?", "label": str(left + right)} for left, right in chosen]
+    return {"smoke.train.jsonl": rows[:SMOKE_TRAIN], "smoke.heldout.jsonl": rows[SMOKE_TRAIN:]}
 
 
 def _question(number: int) -> dict[str, Any]:

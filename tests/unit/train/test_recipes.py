@@ -4,6 +4,7 @@ from collections import Counter
 import pytest
 
 from miles_hpc.config.load import load, recipes_dir
+from miles_hpc.engine.fake import right_answer
 from miles_hpc.train.make_data import SECOND_TURN, file_text, make_rows, ways
 
 pytestmark = pytest.mark.unit
@@ -24,9 +25,18 @@ def number(row):
     return int(prompt.split()[1])
 
 
-def test_no_number_is_in_two_files(made):
-    seen = Counter(number(row) for rows in made.values() for row in rows)
+def test_no_number_of_the_quickstart_is_in_two_files_and_no_sum_of_smoke_either(made):
+    seen = Counter(number(row) for name, rows in made.items() if name.startswith("quickstart") for row in rows)
     assert set(seen.values()) == {1}
+    sums = Counter(row["prompt"] for name, rows in made.items() if name.startswith("smoke") for row in rows)
+    assert set(sums.values()) == {1}
+
+
+def test_the_scripted_engine_is_asked_what_it_can_answer_for_more_than_one_data_epoch(made):
+    for name in ("smoke.train.jsonl", "smoke.heldout.jsonl"):
+        assert all(right_answer(row["prompt"]) == row["label"] for row in made[name])
+    smoke = load(["smoke"])
+    assert smoke.steps * smoke.rollout.batch_size > len(made["smoke.train.jsonl"])
 
 
 def test_256_prompts_are_held_out_and_the_labels_are_many(made):
