@@ -1,5 +1,6 @@
 """A driver's surroundings in memory: every part writes what it was asked into one list."""
 
+import asyncio
 import hashlib
 import itertools
 from dataclasses import dataclass, field
@@ -23,6 +24,10 @@ class Surroundings:
     calls: list = field(default_factory=list)
     heldout: list = field(default_factory=lambda: [0.1, 0.2, 0.3, 0.4, 0.5])
     fail_at: tuple = ()
+    drain_at: tuple = ()
+    """The call during which the run begins to drain."""
+    drain_s: float = 1000.0
+    draining: bool = False
     progress: list = field(default_factory=list)
     healed: int = 0
     trainer_generation: str = "1-1"
@@ -33,6 +38,8 @@ class Surroundings:
         self.calls.append(call)
         if call == self.fail_at:
             raise RuntimeError("the script says so")
+        if call == self.drain_at:
+            self.draining = True
 
     # executor
     async def open(self, incarnation, state):
@@ -42,6 +49,8 @@ class Surroundings:
 
     async def generate(self, rollout_id, weight_version):
         self.said("generate", rollout_id, weight_version)
+        if self.draining:
+            await asyncio.Event().wait()  # a rollout that takes longer than the drain
         self.place += 1
         group = f"e00000-i{self.place:09d}"
         return RolloutResult(rollout_id=rollout_id, groups=[group], reward_mean=rollout_id / 10, tokens=100)
@@ -63,6 +72,13 @@ class Surroundings:
         return {"dispatched": self.place, "committed": self.done, "returned": self.place - self.done, "dropped": {}}
 
     # hub
+    def drain_left(self):
+        return self.drain_s if self.draining else None
+
+    async def until_drained(self):
+        while not self.draining:
+            await asyncio.sleep(0)
+
     def on_progress(self, summary):
         self.progress.append(summary.to_dict())
 
