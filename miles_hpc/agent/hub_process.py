@@ -46,7 +46,7 @@ class HubProcess:
 
     def start(self) -> None:
         """Raises SpawnError."""
-        argv = [sys.executable, "-m", "miles_hpc.hub.run"]
+        argv = [sys.executable, "-m", "miles_hpc.cli.hub"]
         argv += ["--run-dir", str(self._run_dir), "--run-id", self._run_id, "--attempt", str(self._attempt)]
         argv += ["--address", self._address, "--node", self._node]
         if self._slurm:

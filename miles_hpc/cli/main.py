@@ -12,7 +12,7 @@ from miles_hpc.cli.live_verbs import add_live_verbs
 from miles_hpc.cli.parsing import Parser, add_files
 
 # Started by programs, with arguments of their own: module that holds `main(argv)`.
-_PROGRAMS = {"agent": "miles_hpc.cli.node", "hub": "miles_hpc.hub.run"}
+_PROGRAMS = {"agent": "miles_hpc.cli.node", "hub": "miles_hpc.cli.hub"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

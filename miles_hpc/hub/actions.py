@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from miles_hpc.hub.site import SiteSeen
 from miles_hpc.wire.messages import FromHub, Message
 
 Outcome = Literal["finished", "drained", "cancelled", "failed"]
@@ -44,7 +45,7 @@ class HubBroke:
     text: str
 
 
-Event = Received | Tick | VerdictWritten | HubSignalled | HubBroke
+Event = Received | Tick | VerdictWritten | HubSignalled | HubBroke | SiteSeen
 
 
 # ----------------------------------------------------------------------------------------------- actions

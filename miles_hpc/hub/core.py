@@ -64,6 +64,8 @@ class RunInfo:
     drain_on_signal: bool = False
     """A signal is the scheduler's, which also reaches the hub, and means drain; otherwise it is the user's wish to
     end the run."""
+    drain_margin_s: float = 0.0
+    """The run drains when its allocation ends in less than this."""
 
 
 @dataclass
@@ -233,6 +235,10 @@ class Core:
         self.out.append(Note(event, fields, level))
 
     # -------------------------------------------------------------------------------------------- look-up
+    def lost_hosts(self) -> list[str]:
+        """Hosts whose agents are silent and never said goodbye."""
+        return [node.host for node in self.nodes.values() if node.condition != "alive" and not node.left]
+
     def present_nodes(self) -> Iterator[Node]:
         return (node for node in self.nodes.values() if node.condition != "dead" and not node.left)
 
@@ -288,6 +294,8 @@ class Core:
             healed=self.healed(),
             **self.seconds(),
         )
+        if self.drain is not None and outcome == "drained":
+            summary["requeue"] = self.drain.requeue
         self.note("verdict", "info" if outcome == "finished" else "error", outcome=outcome, reason=reason)
         self.out.append(WriteVerdict(outcome, reason, code, summary))
 

@@ -16,17 +16,27 @@ class Drain:
 
     reason: str
     until: float
+    requeue: bool
+    """The run is to go on in another allocation, where the site offers one."""
 
 
-def begin(core: Core, reason: str, deadline_s: float, by: str) -> None:
+def begin(core: Core, reason: str, deadline_s: float, by: str, *, requeue: bool = True) -> None:
     """The first request counts: its deadline is what the scheduler leaves us."""
     if core.outcome is not None or core.drain is not None:
         return
     seconds = deadline_s if deadline_s > 0 else core.timing.drain
-    core.drain = Drain(reason or "no reason given", core.now + seconds)
+    core.drain = Drain(reason or "no reason given", core.now + seconds, requeue)
     core.note("drain", "warning", reason=core.drain.reason, by=by, deadline_s=seconds)
     for peer in core.clients:
         tell(core, peer)
+
+
+def on_time_left(core: Core, seconds_left: float) -> None:
+    """The hub's own walltime clock: the scheduler's signal may come late, or never."""
+    margin = core.info.drain_margin_s
+    if seconds_left < margin:
+        # Stopping takes its time too, and Slurm looks at its clock only now and then.
+        begin(core, f"the allocation ends in {seconds_left:.0f} s", max(1.0, seconds_left * 0.75), "walltime")
 
 
 def tell(core: Core, peer: bytes) -> None:

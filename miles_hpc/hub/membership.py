@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from miles_hpc.hub import lifecycle
 from miles_hpc.hub.actions import EXIT_CODES
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
@@ -128,8 +130,25 @@ def watch_silence(core: Core) -> None:
             _lose_workers(core, node, f"{node.id} ({node.host}) is lost: silent for {silent:.1f} s")
         elif node.condition == "dead" and silent > core.timing.fence + FENCE_SLACK_S:
             # By now the agent itself has killed its stateful groups, or the node does not run.
-            for cell, worker in _workers_on(core, node):
-                lifecycle.on_worker_gone(core, cell, worker, Ending(f"{node.id} is fenced", budgeted=False))
+            _count_as_gone(core, node, f"{node.id} is fenced")
+
+
+def on_down_hosts(core: Core, hosts: Collection[str]) -> None:
+    """The site is certain that these do not run: their stateful cells need not wait for the fence."""
+    short = {short_name(host) for host in hosts}
+    for node in list(core.nodes.values()):
+        if node.condition == "dead" and not node.left and short_name(node.host) in short:
+            _count_as_gone(core, node, f"{node.id} ({node.host}) is down")
+
+
+def short_name(host: str) -> str:
+    """A host's name without its domain: Slurm and the host itself may differ in that."""
+    return host.partition(".")[0]
+
+
+def _count_as_gone(core: Core, node: Node, text: str) -> None:
+    for cell, worker in _workers_on(core, node):
+        lifecycle.on_worker_gone(core, cell, worker, Ending(text, budgeted=False))
 
 
 def on_goodbye(core: Core, node: Node, reason: str) -> None:

@@ -62,7 +62,13 @@ def _carry_out(core: Core, order: CancelRun | DrainRun | StopCell | StartCell | 
             case CancelRun():
                 core.decide("cancelled", order.reason or "cancelled by an operator")
             case DrainRun():
-                drain.begin(core, order.reason or "drained by an operator", order.deadline_s, "operator")
+                drain.begin(
+                    core,
+                    order.reason or "drained by an operator",
+                    order.deadline_s,
+                    "operator",
+                    requeue=order.requeue,
+                )
             case StopCell():
                 _stop(core, _cell(core, order.cell, order.generation), order.reason)
             case StartCell():

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from miles_hpc import __version__
@@ -19,6 +19,7 @@ from miles_hpc.config.schema import Config
 from miles_hpc.hub.core import RunInfo
 from miles_hpc.hub.eventlog import EventLog
 from miles_hpc.hub.server import HubServer
+from miles_hpc.hub.site import Site
 from miles_hpc.hub.state import HubState
 from miles_hpc.specs.compute import compute_specs
 from miles_hpc.wire.address import HostAndPort
@@ -30,8 +31,16 @@ from miles_hpc.wire.sockets import HubSocket
 _PR_SET_PDEATHSIG = 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the hub of an attempt to its verdict. Returns 0 when the verdict is on disk, 1 otherwise."""
+SiteOf = Callable[[Path, int, Config], Site]
+"""Makes the site of a run directory, attempt and config."""
+
+
+def main(argv: Sequence[str] | None = None, site_of: SiteOf | None = None) -> int:
+    """Run the hub of an attempt to its verdict. Returns 0 when the verdict is on disk, 1 otherwise.
+
+    Args:
+        site_of: how to reach the site, for a run that `--slurm` says to be on one.
+    """
     started = time.monotonic()
     arguments = _parser().parse_args(argv)
     _die_with_parent()
@@ -41,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = EventLog(run_dir / "logs" / f"attempt-{attempt}" / "hub.jsonl")
     logging.basicConfig(level=logging.INFO, handlers=[log.handler()])
     try:
-        return _serve(arguments, run_dir, config, log, started)
+        site = site_of(run_dir, attempt, config) if site_of is not None and arguments.slurm else None
+        return _serve(arguments, run_dir, config, log, started, site)
     except Exception as error:
         log.write("hub_failed", "error", reason=f"{type(error).__name__}: {error}")
         raise
@@ -74,7 +84,9 @@ def run_digest(run_dir: Path) -> str:
     return content.hexdigest()
 
 
-def _serve(arguments: argparse.Namespace, run_dir: Path, config: Config, log: EventLog, started: float) -> int:
+def _serve(
+    arguments: argparse.Namespace, run_dir: Path, config: Config, log: EventLog, started: float, site: Site | None
+) -> int:
     run_id, attempt, address = arguments.run_id or run_dir.name, arguments.attempt, arguments.address
     epoch = max(epochs(run_dir, attempt), default=0) + 1
     digest = run_digest(run_dir)
@@ -90,12 +102,13 @@ def _serve(arguments: argparse.Namespace, run_dir: Path, config: Config, log: Ev
             spare_nodes=config.cluster.spare_nodes,
             hub_node=arguments.node,
             drain_on_signal=arguments.slurm,
+            drain_margin_s=config.slurm.drain_margin_s,
             package_version=__version__,
             digest=digest,
             hub=f"{socket.address.netloc} pid {os.getpid()}",
         )
         state = HubState(specs, info, config.heal, config.timing, started)
-        server = HubServer(state, socket, log, run_dir)
+        server = HubServer(state, socket, log, run_dir, site=site)
         publish(
             run_dir,
             Rendezvous(
@@ -117,6 +130,9 @@ def _serve(arguments: argparse.Namespace, run_dir: Path, config: Config, log: Ev
             start_s=round(time.monotonic() - started, 3),
         )
         server.run()
+    if site is not None:
+        first = state.core.nodes.get(node_id(0))
+        site.on_leave(state.core.lost_hosts(), first_node_lost=first is None or not first.left)
     return 0 if server.verdict_delivered else 1
 
 

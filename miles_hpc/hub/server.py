@@ -31,6 +31,7 @@ from miles_hpc.hub.actions import (
 )
 from miles_hpc.hub.actions import WriteVerdict as Verdict
 from miles_hpc.hub.eventlog import EventLog
+from miles_hpc.hub.site import Site, SiteSeen, SiteWatch
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import FileWriter
 from miles_hpc.wire.messages import DumpReply, EventsReply
@@ -52,6 +53,7 @@ class HubServer:
 
     Args:
         state: built with `clock()` as its start.
+        site: who lends the nodes; None for a run on one machine.
         clock: the monotonic clock, in seconds.
     """
 
@@ -62,6 +64,7 @@ class HubServer:
         event_log: EventLog,
         run_dir: Path,
         *,
+        site: Site | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state, self._socket, self._log, self._clock = state, socket, event_log, clock
@@ -75,13 +78,20 @@ class HubServer:
         self._signalled = ""
         self._last_counters: dict[str, int] = {}
         self._next_status = clock()
-        self._files = FileWriter(run_dir, core.info.attempt, self._on_verdict)
+        self._seen: SiteSeen | None = None
+        after_verdict = site.on_verdict if site is not None else lambda: None
+        self._files = FileWriter(run_dir, core.info.attempt, self._on_verdict, after_verdict)
+        self._site = SiteWatch(site, self._on_seen) if site is not None else None
         self._left = False
         self.verdict_delivered = False
 
     # ------------------------------------------------------------------------------------- other threads
     def _on_verdict(self, result: bool | OSError) -> None:
         self._verdict_result = result
+        self._wake()
+
+    def _on_seen(self, seen: SiteSeen) -> None:
+        self._seen = seen
         self._wake()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -117,6 +127,8 @@ class HubServer:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self._apply(Tick())
+                    if self._site is not None:
+                        self._site.ask_about(self._state.core.lost_hosts())
                 if now >= self._next_status:
                     self._next_status = now + self._status_interval
                     self._files.write_status(views.status_object(self._state.core, time.time()))
@@ -128,6 +140,8 @@ class HubServer:
         finally:
             signal.set_wakeup_fd(-1)
             self._files.close()
+            if self._site is not None:
+                self._site.close()
             self._log_counters()
             os.close(self._wake_read)
             # The write end stays open: a writer thread that a stalled file system holds up may still report.
@@ -140,6 +154,9 @@ class HubServer:
         signalled, self._signalled = self._signalled, ""
         if signalled:
             self._apply(HubSignalled(signalled))
+        seen, self._seen = self._seen, None
+        if seen is not None:
+            self._apply(seen)
         result, self._verdict_result = self._verdict_result, None
         if isinstance(result, OSError):
             self._log.write("verdict_failed", "error", reason=str(result))

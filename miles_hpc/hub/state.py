@@ -10,6 +10,7 @@ from miles_hpc.hub import drain, healing, lifecycle, membership, operator
 from miles_hpc.hub.actions import Action, Event, HubBroke, HubSignalled, Leave, Received, Tick, VerdictWritten
 from miles_hpc.hub.core import LEAVE_SLACK_S, WRITE_PATIENCE_S, Client, Core, RunInfo
 from miles_hpc.hub.render import address_book
+from miles_hpc.hub.site import SiteSeen
 from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.wire.ids import cell_of, node_id
 from miles_hpc.wire.messages import (
@@ -77,6 +78,10 @@ class HubState:
                 self._on_signal(name)
             case HubBroke(text):
                 core.decide("failed", f"the hub itself failed, please report it: {text}")
+            case SiteSeen(seconds_left, down_hosts):
+                if seconds_left is not None:
+                    drain.on_time_left(core, seconds_left)
+                membership.on_down_hosts(core, down_hosts)
             case Tick():
                 membership.watch_silence(core)
                 self._watch_start()

@@ -75,10 +75,18 @@ class FileWriter:
 
     Args:
         on_verdict: called in the writer's thread with what `write_verdict` returned, or with the error.
+        after_verdict: called before that, when a verdict is on disk; may raise OSError.
     """
 
-    def __init__(self, run_dir: Path, attempt: int, on_verdict: Callable[[bool | OSError], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: int,
+        on_verdict: Callable[[bool | OSError], None],
+        after_verdict: Callable[[], None] = lambda: None,
+    ) -> None:
         self._run_dir, self._attempt, self._on_verdict = run_dir, attempt, on_verdict
+        self._after_verdict = after_verdict
         self._changed = threading.Condition()
         self._verdict: WriteVerdict | None = None
         self._status: dict[str, Any] | None = None
@@ -114,7 +122,9 @@ class FileWriter:
                     return
             if verdict is not None:
                 try:
-                    self._on_verdict(write_verdict(self._run_dir, self._attempt, verdict))
+                    first = write_verdict(self._run_dir, self._attempt, verdict)
+                    self._after_verdict()
+                    self._on_verdict(first)
                 except OSError as error:
                     self._on_verdict(error)
             if status is not None:

@@ -313,6 +313,8 @@ class DrainRun(Message, frozen=True):
     reason: str = ""
     deadline_s: float = 0.0
     """As in DrainRequest."""
+    requeue: bool = False
+    """Go on in a new allocation."""
 
 
 class StopCell(Message, frozen=True):
