@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.commits import CheckpointManifest, Commit, CommitLog
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     from miles_hpc.rollout.client import CommitData, EvalResult, RolloutResult
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SAVE_MARGIN = 1.5
+"""A drain commits only when this many times the last save fits into the time that is left."""
 
 
 class Executor(Protocol):
@@ -53,6 +60,12 @@ class Hub(Protocol):
 
     @property
     def trainer_generation(self) -> str: ...
+
+    def drain_left(self) -> float | None:
+        """Seconds until the hub stops everything; None while the run does not drain."""
+
+    async def until_drained(self) -> None:
+        """Returns once the run drains."""
 
 
 Track = Callable[[int, dict[str, Any]], None]
@@ -91,21 +104,52 @@ class Driver:
         self._track = track
         self._clock = clock
         self._version = 0
+        self._committed = 0
+        self._save_s = 0.0
         self._kept: list[str] = []
         self.summary = RunSummary({}, 0, {})
 
     async def run(self) -> RunSummary:
-        """Do every step that is left."""
+        """Do every step that is left, or, once the run drains, make what is done durable (`summary.drained`)."""
         start = self._commits.open()
         self.summary = RunSummary(start.extra, start.step, start.counts)
-        self._version = start.weight_version
-        await self._begin(start)
+        self._version, self._committed = start.weight_version, start.step
+        if not await self._unless_drained(self._begin(start)):
+            self.summary.drained = "before its first step"
+            return self.summary
         for step in range(start.step + 1, self._config.steps + 1):
-            await self._step(step)
+            if self._hub.drain_left() is not None or not await self._step(step):
+                await self._stop_early()
+                break
         self.summary.counts = await self._executor.counts(final=True)
         return self.summary
 
-    async def _begin(self, start: Commit) -> None:
+    async def _unless_drained(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What the work returns, or None when the run drains before it is done: then it is given up."""
+        done, drained = asyncio.ensure_future(work), asyncio.ensure_future(self._hub.until_drained())
+        try:
+            await asyncio.wait((done, drained), return_when=asyncio.FIRST_COMPLETED)
+            return done.result() if done.done() else None
+        finally:
+            drained.cancel()
+            done.cancel()
+            with contextlib.suppress(BaseException):
+                await done
+
+    async def _stop_early(self) -> None:
+        """Commit the steps that are done, if there is time for it."""
+        step, left = self.summary.step, self._hub.drain_left() or 0.0
+        if self._committed < step and left < SAVE_MARGIN * self._save_s:
+            self.summary.drained = (
+                f"{left:.1f} s are too short for a save ({self._save_s:.1f} s): steps {self._committed + 1} to {step} "
+                "will be done again"
+            )
+            return
+        if self._committed < step:
+            await self._commit(step)
+        self.summary.drained = f"step {step} is committed" if step else "before its first step"
+
+    async def _begin(self, start: Commit) -> bool:
         """Bring executor, trainer and engines to the state of a commit, or to the start of the run."""
         checkpoint = None if start.checkpoint is None else CheckpointRef.of(start.checkpoint, self._run_dir)
         if start.checkpoint is not None:
@@ -121,8 +165,10 @@ class Driver:
         if self._config.data.heldout and start.step in (0, self._config.steps):
             await self._evaluate(start.step)
         self._hub.on_progress(self.summary)
+        return True
 
-    async def _step(self, step: int) -> None:
+    async def _step(self, step: int) -> bool:
+        """Do one step. False: the run drains, and the rollout that was under way is given up."""
         seconds: dict[str, float] = {}
         started = self._clock()
 
@@ -132,7 +178,9 @@ class Driver:
             seconds[name] = round(now - started, 4)
             started = now
 
-        result = await self._executor.generate(step, self._version)
+        result = await self._unless_drained(self._executor.generate(step, self._version))
+        if result is None:
+            return False
         lap("rollout")
         learned = await self._ranks.train(step)
         lap("train")
@@ -165,6 +213,7 @@ class Driver:
         self._metrics.append(row)
         self._hub.on_progress(self.summary)
         self._track(step, row)
+        return True
 
     @staticmethod
     def _every(interval: int, step: int) -> bool:
@@ -182,6 +231,7 @@ class Driver:
 
     async def _commit(self, step: int) -> None:
         """Make everything up to `step` durable: checkpoint first, then the link that names it."""
+        began = self._clock()
         path = new_checkpoint(self._run_dir, step, self._hub.trainer_generation)
         files = await self._ranks.save(path)
         manifest = CheckpointManifest(path=str(path.relative_to(self._run_dir)), step=step, files=files)
@@ -195,6 +245,7 @@ class Driver:
             ledger=data.ledger,
             extra=self.summary.to_extra(),
         )
+        self._committed, self._save_s = step, self._clock() - began
         await self._executor.committed(step)
         self._kept = [*self._kept, manifest.path][-self._config.train.keep_checkpoints :]
         remove_old_checkpoints(self._run_dir, self._kept)

@@ -22,6 +22,8 @@ class RunSummary:
         self.step = step
         self.weight_version = 0
         self.counts = dict(counts)
+        self.drained = ""
+        """How the steps end when the run drained before the last one."""
 
     def on_step(self, step: int, reward: float) -> None:
         """A step is done."""

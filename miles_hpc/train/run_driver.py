@@ -56,6 +56,14 @@ class HubLink:
         """Which start of the trainer cell writes a checkpoint now."""
         return str(self._hub.pools[TRAINER_POOL][0].generation)
 
+    def drain_left(self) -> float | None:
+        """Seconds until the hub stops everything; None while the run does not drain."""
+        return self._hub.drain_left()
+
+    async def until_drained(self) -> None:
+        """Returns once the run drains."""
+        await self._hub.async_until_drained()
+
 
 async def wait_for_parts(hub: HubClient, config: Config) -> None:
     """Wait until executor, controller and all trainer ranks serve.
@@ -146,7 +154,10 @@ def main() -> int:
             with contextlib.suppress(HubError):
                 hub.finish("failed", reason, summary_part)
             return 1
-        hub.finish("finished", "", summary.to_dict())
+        if summary.drained and hub.draining is not None:
+            hub.finish("drained", f"{hub.draining.reason}; {summary.drained}", summary.to_dict())
+        else:
+            hub.finish("finished", "", summary.to_dict())
     return 0
 
 

@@ -87,6 +87,7 @@ class HubClient:
         self._welcome = ClientWelcome(epoch=0, run_id="", attempt=env.attempt)
         self._ended = ""
         self._draining: Draining | None = None
+        self._drain_until = 0.0
         self._callbacks: list[Callable[[Pools], None]] = []
         self._progress: Progress | None = None
         self._progress_sent = True
@@ -164,6 +165,16 @@ class HubClient:
     def draining(self) -> Draining | None:
         """Set once the run drains; callbacks of `on_change` are called then."""
         return self._draining
+
+    def drain_left(self) -> float | None:
+        """Seconds until the hub stops everything; None while the run does not drain."""
+        return None if self._draining is None else max(0.0, self._drain_until - time.monotonic())
+
+    async def async_until_drained(self) -> None:
+        """Returns once the run drains, or the client has ended."""
+        with Doorbell(self.on_change) as doorbell:
+            while self._draining is None and not self._ended:
+                await doorbell.wait(_LOOK_AGAIN_S)
 
     def wait_for(self, predicate: Callable[[Pools], T | None], what: str, timeout_s: float) -> T:
         """Wait until `predicate(pools)` gives something other than None or False, and return it.
@@ -378,6 +389,7 @@ class HubClient:
                 self._changed.notify_all()
         elif isinstance(message, Draining):
             log.warning("the run drains within %.0f s: %s", message.deadline_s, message.reason)
+            self._drain_until = time.monotonic() + message.deadline_s
             self._draining = message
             self._tell()
         elif isinstance(message, Superseded):

@@ -87,7 +87,7 @@ def test_a_metrics_line_has_what_readers_expect(surroundings, driver):
         "reward": 0.1,
         "tokens": 100,
         "tokens_per_s": 100.0,
-        "seconds": {"rollout": 1, "train": 1, "update": 1, "save": 1, "evaluate": 1},
+        "seconds": {"rollout": 1, "train": 1, "update": 1, "save": 3, "evaluate": 1},
         "weight_version": 2,
         "healed": 3,
         "loss": 0.5,
