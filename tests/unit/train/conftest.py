@@ -27,7 +27,7 @@ class Surroundings:
     drain_at: tuple = ()
     """The call during which the run begins to drain."""
     drain_s: float = 1000.0
-    draining: bool = False
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
     progress: list = field(default_factory=list)
     healed: int = 0
     trainer_generation: str = "1-1"
@@ -39,7 +39,7 @@ class Surroundings:
         if call == self.fail_at:
             raise RuntimeError("the script says so")
         if call == self.drain_at:
-            self.draining = True
+            self.drained.set()
 
     # executor
     async def open(self, incarnation, state):
@@ -49,7 +49,7 @@ class Surroundings:
 
     async def generate(self, rollout_id, weight_version):
         self.said("generate", rollout_id, weight_version)
-        if self.draining:
+        if self.drained.is_set():
             await asyncio.Event().wait()  # a rollout that takes longer than the drain
         self.place += 1
         group = f"e00000-i{self.place:09d}"
@@ -73,11 +73,10 @@ class Surroundings:
 
     # hub
     def drain_left(self):
-        return self.drain_s if self.draining else None
+        return self.drain_s if self.drained.is_set() else None
 
     async def until_drained(self):
-        while not self.draining:
-            await asyncio.sleep(0)
+        await self.drained.wait()
 
     def on_progress(self, summary):
         self.progress.append(summary.to_dict())
