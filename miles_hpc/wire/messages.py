@@ -54,6 +54,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     timeout: float = 5.0
     threshold: int = 3
     start_deadline: float = 1800.0
+    stall: float = 0.0
+    """Seconds that the worker's progress counter may stand still once it is ready; 0: it has none, or is not judged."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,10 +93,14 @@ class AgentHello(Message, frozen=True):
     gpus: list[Gpu] = []
     table: list[WorkerState] = []
     wall_s: float = 0.0
+    differs: list[str] = []
+    """How this node differs from what the scheduler has granted, for people."""
 
 
 class Heartbeat(Message, frozen=True):
     seq: int
+    dropped: int = 0
+    """Messages that this agent could not send or read, since its start."""
 
 
 class FullTable(Message, frozen=True):
@@ -131,7 +137,10 @@ class WorkerExited(Message, frozen=True):
     exit_code: int | None = None
     signal: int | None = None
     oom: Literal["no", "probable", "yes"] = "no"
-    cause: Literal["exited", "stopped", "probe_failed", "start_deadline", "spawn_failed", "stopped_by_slurm"] = "exited"
+    cause: Literal[
+        "exited", "stopped", "probe_failed", "start_deadline", "spawn_failed", "stopped_by_slurm", "port_taken"
+    ] = "exited"
+    """`port_taken`: another process was first on one of its ports; it is to be started again on other ports."""
     text: str = ""
     log_path: str = ""
     log_tail: str = ""
@@ -185,6 +194,8 @@ class StartWorker(Message, frozen=True):
     probe: Probe
     stop_grace: float = 5.0
     gpu_uuids: list[str] = []
+    stateful: bool = False
+    """Killed without TERM once the hub has been silent for `timing.fence`: another one may take its place then."""
 
 
 class StopWorker(Message, frozen=True):
@@ -363,6 +374,8 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["alive", "suspect", "dead"]
     silent_s: float
     pid: int = 0
+    dropped: int = 0
+    """Messages that its agent could not send or read."""
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -395,6 +408,8 @@ class StatusReply(Message, frozen=True):
     outcome: str = ""
     draining: str = ""
     """Why the run drains; empty when it does not."""
+    dropped: dict[str, int] = {}
+    """What did not get through at the hub, by kind, where there is any."""
 
 
 class CellsReply(Message, frozen=True):

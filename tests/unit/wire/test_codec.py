@@ -35,6 +35,15 @@ def decode(frames: list[bytes], kind: type) -> Any:
     return (decode_to_hub if kind in TO_HUB else decode_from_hub)(frames, RUN)
 
 
+def holds(found: Any, wanted: Any) -> bool:
+    """Whether everything of `wanted` is in `found`: structs inside a message may have gained fields since."""
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and all(key in found and holds(found[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, list):
+        return isinstance(found, list) and len(found) == len(wanted) and all(map(holds, found, wanted))
+    return bool(found == wanted)
+
+
 # ------------------------------------------------------------------------------------------ golden bytes
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_each_message_has_golden_bytes(kind):
@@ -47,7 +56,7 @@ def test_golden_bytes_decode_to_what_they_were_made_of(name):
     kind = getattr(messages, name.split(".")[0])
     found = decode([bytes.fromhex(GOLDEN["header"]), bytes.fromhex(entry["hex"])], kind)
     assert type(found) is kind
-    assert msgspec.to_builtins(found) == {"type": kind.__name__, **entry["fields"]}
+    assert holds(msgspec.to_builtins(found), {"type": kind.__name__, **entry["fields"]})
 
 
 @pytest.mark.parametrize("name", sorted(name for name in GOLDEN["messages"] if not name.split(".")[1].isdigit()))
