@@ -22,7 +22,10 @@ RUNTIME_KINDS = (
     "trainer",
     "driver",
 )
-BUILT_IN_REWARDS = ("exact_match", "math_verify")
+BUILT_IN_REWARDS = ("exact_match", "math_verify", "reasoning_gym", "remote_http")
+REWARDS_WITH_LABEL = ("exact_match", "math_verify")
+BUILT_IN_FILTERS = ("nonzero_std", "no_truncated")
+BUILT_IN_GENERATES = ("", "single_turn", "multi_turn", "two_turn_session")
 BUILT_IN_TRAINERS = ("torch", "hash")
 ROUTER_POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "manual")
 SLICE = re.compile(r"^(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?$", re.DOTALL)
@@ -88,7 +91,7 @@ def _batches(config: Config) -> Found:
     rollout, train = config.rollout, config.train
     samples = rollout.batch_size * rollout.samples_per_prompt
     shares = train.ranks * train.updates_per_step
-    if samples % shares:
+    if samples % shares and train.uneven == "error":
         # The step between two sizes that fit; the next larger one exists, a smaller one may be 0.
         unit = shares // math.gcd(shares, rollout.samples_per_prompt)
         lower = rollout.batch_size // unit * unit
@@ -128,11 +131,22 @@ def _learning(config: Config) -> Found:
 
 def _data(config: Config) -> Found:
     data = config.data
-    if not data.prompts:
+    sources = [key for key in ("prompts", "source", "reasoning_gym") if getattr(data, key)]
+    if not sources and not config.rollout.load_debug:
         yield (("data.prompts",), "data.prompts is empty: name a jsonl or parquet file of prompts")
+    if len(sources) > 1:
+        one, other = (f"data.{key}" for key in sources[:2])
+        yield ((one, other), f"{one} and {other} are both set: keep the one that the prompts come from")
+    if config.reward.function == "reasoning_gym" and data.reasoning_gym is None:
+        yield (
+            ("reward.function", "data.reasoning_gym"),
+            'reward.function = "reasoning_gym" scores the problems of [data.reasoning_gym] alone: set that table',
+        )
+    if config.reward.function == "remote_http" and not config.reward.url:
+        yield (("reward.function", "reward.url"), 'reward.function = "remote_http" needs reward.url: set it')
     if not data.prompt_key:
         yield (("data.prompt_key",), "data.prompt_key is empty: name the key that holds the prompt")
-    if config.reward.function in BUILT_IN_REWARDS and not data.label_key:
+    if config.reward.function in REWARDS_WITH_LABEL and not data.label_key:
         yield (
             ("data.label_key", "reward.function"),
             f'data.label_key is empty with reward.function = "{config.reward.function}", which compares with a label: '
@@ -310,7 +324,8 @@ def _collectives(config: Config) -> Found:
             yield (
                 (f"runtimes.trainer.env.{name}", f"runtimes.engine.env.{name}"),
                 f"{name} is {sides['trainer'].get(name)!r} for the trainer and {sides['engine'].get(name)!r} for the "
-                "engines, which share collectives: give both the same value",
+                f"engines, which share collectives: give runtimes.trainer.env.{name} and "
+                f"runtimes.engine.env.{name} one value",
             )
 
 
@@ -363,7 +378,14 @@ def _names(config: Config) -> Found:
     for key, value, built_in in (
         ("reward.function", config.reward.function, BUILT_IN_REWARDS),
         ("train.trainer", config.train.trainer, BUILT_IN_TRAINERS),
-        ("rollout.generate", config.rollout.generate, ("",)),
+        ("rollout.generate", config.rollout.generate, BUILT_IN_GENERATES),
+        ("rollout.tools", config.rollout.tools, ("",)),
+        ("data.source", config.data.source, ("",)),
+        *(("rollout.filters", name, BUILT_IN_FILTERS) for name in config.rollout.filters),
+        *(
+            (f"eval.datasets.{key}.generate", one.generate, BUILT_IN_GENERATES)
+            for key, one in config.eval.datasets.items()
+        ),
     ):
         if value not in built_in and not _DOTTED.match(value):
             names = "".join(f'"{name}", ' for name in built_in if name)
@@ -381,6 +403,22 @@ def _rest(config: Config) -> Found:
         )
     if "" in rollout.stop:
         yield (("rollout.stop",), "rollout.stop holds an empty text, which would end every generation: leave it out")
+    if config.mode == "async" and rollout.partial:
+        yield (
+            ("mode", "rollout.partial"),
+            'mode = "async" never interrupts a group, so rollout.partial = true has no meaning there: drop one',
+        )
+    if rollout.mask_off_policy and not rollout.partial:
+        yield (
+            ("rollout.mask_off_policy", "rollout.partial"),
+            "rollout.mask_off_policy = true masks tokens of partial groups: set rollout.partial = true, or drop it",
+        )
+    for name, one in config.eval.datasets.items():
+        if not one.data or name == "heldout":
+            yield (
+                (f"eval.datasets.{name}.data",),
+                f"eval.datasets.{name} needs a file in data, and a name other than heldout, which is data.heldout's",
+            )
     if heal.backoff_s > heal.max_backoff_s:
         yield (
             ("heal.backoff_s", "heal.max_backoff_s"),

@@ -83,13 +83,28 @@ class ModelConfig(_Section, frozen=True):
     ] = ""
 
 
+class ReasoningGymConfig(_Section, frozen=True):
+    """Prompts that the package reasoning-gym makes, and its own verifier as reward `reasoning_gym`."""
+
+    task: Annotated[str, _d("Name of the data set, such as `leg_counting`.")] = ""
+    size: Annotated[PositiveInt, _d("Problems that are made.")] = 500
+    seed: Annotated[int, _d("Seed of the problems; held-out ones must have another.")] = 0
+    config: Annotated[dict[str, Any], _d("Further parameters of the data set.")] = {}
+
+
 class DataConfig(_Section, frozen=True):
     """Prompts."""
 
     prompts: Annotated[str, _path("jsonl or parquet file, `path@[a:b]` for a slice of its rows.")] = ""
+    source: Annotated[
+        str, _d("Dotted path `module:function` of a function that returns a list of rows; in place of `prompts`.")
+    ] = ""
+    reasoning_gym: Annotated[ReasoningGymConfig | None, _d("Made problems; in place of `prompts`.")] = None
     prompt_key: Annotated[str, _d("Key of the prompt: a text, or a list of chat messages.")] = "prompt"
     label_key: Annotated[str, _d("Key of the label that the reward compares with; empty: no label.")] = "label"
     metadata_key: Annotated[str, _d("Key of a table that is passed to reward and generate functions.")] = "metadata"
+    tools_key: Annotated[str, _d("Key of a list of tools that the chat template shows; empty: none.")] = ""
+    multimodal_keys: Annotated[list[str], _d("Keys that are passed through in a sample's metadata, as they are.")] = []
     shuffle: Annotated[bool, _d("Shuffle by seed + epoch; off: file order.")] = True
     heldout: Annotated[str, _path("File of prompts that are only evaluated; empty: no held-out evaluation.")] = ""
     max_prompt_tokens: Annotated[PositiveInt, _d("Longer prompts are left out and counted.")] = 4096
@@ -114,12 +129,64 @@ class RolloutConfig(_Section, frozen=True):
     generate: Annotated[str, _d("Dotted path `module:function` of a generate function; empty: the built-in ones.")] = ""
     sample_timeout_s: Annotated[PositiveFloat, _d("Deadline of one sample, retries included.")] = 600.0
     keep_bytes: Annotated[PositiveInt, _d("Finished, uncommitted groups that one worker keeps for replay.")] = 1 << 30
+    max_turns: Annotated[PositiveInt, _d("Turns of `multi_turn` at most.")] = 16
+    tools: Annotated[
+        str,
+        _d(
+            "Dotted path `module:function` of `async f(name, arguments, sample) -> str`, which runs multi_turn's tools."
+        ),
+    ] = ""
+    tool_timeout_s: Annotated[PositiveFloat, _d("Deadline of one tool call; its error text goes to the policy.")] = 60.0
+    over_sampling: Annotated[
+        float, Meta(ge=1), _d("Groups that are begun for each group that is needed; what is left over is returned.")
+    ] = 1.0
+    filters: Annotated[
+        list[str],
+        _d("Which finished groups may be trained on: `nonzero_std`, `no_truncated`, or dotted paths; reasons counted."),
+    ] = []
+    max_filtered_batches: Annotated[
+        PositiveInt, _d("So many batches filtered out in one step end the run with the table of reasons.")
+    ] = 10
+    partial: Annotated[
+        bool, _d("Groups that are left over keep the tokens they have, and go on from there in a later step.")
+    ] = False
+    mask_off_policy: Annotated[
+        bool, _d("Tokens of a partial group from before its last step do not count in the loss.")
+    ] = False
+    on_failed_sample: Annotated[
+        Literal["drop", "backfill"],
+        _d("`drop`: a failed sample drops its group, the next prompt replaces it; `backfill`: it is generated again."),
+    ] = "drop"
+    backfills: Annotated[PositiveInt, _d("How often one sample may be generated again under `backfill`.")] = 2
+    submission: Annotated[
+        Literal["group", "sample"],
+        _d("What a worker's credits count: `concurrency` groups, or as many samples as those groups have."),
+    ] = "group"
+    max_staleness: Annotated[
+        NonNegativeInt, _d("mode async: how many weight versions a group's oldest token may be behind when trained.")
+    ] = 1
+    on_stale: Annotated[
+        Literal["drop", "retry"],
+        _d("mode async: what becomes of a group that is too stale; `retry` generates it anew."),
+    ] = "drop"
+    save_debug: Annotated[bool, _d("Keep each rollout as a file in <run_dir>/rollouts/; see `rollouts show`.")] = False
+    load_debug: Annotated[
+        str, _path("Directory of saved rollouts that are trained on in place of generated ones; no engine is asked.")
+    ] = ""
 
 
 class RewardConfig(_Section, frozen=True):
     """How a sample is scored."""
 
-    function: Annotated[str, _d("`exact_match`, `math_verify`, or a dotted path `module:function`.")] = "exact_match"
+    function: Annotated[
+        str,
+        _d("`exact_match`, `math_verify`, `reasoning_gym`, `remote_http`, or a dotted path `module:function`."),
+    ] = "exact_match"
+    scope: Annotated[
+        Literal["sample", "group"],
+        _d("`group`: the function gets the list of a group's samples and returns their rewards."),
+    ] = "sample"
+    url: Annotated[str, _d("remote_http: where prompt, response and label are posted to as JSON.")] = ""
     timeout_s: Annotated[PositiveFloat, _d("Deadline of one call.")] = 60.0
     max_failure_rate: Annotated[float, Meta(ge=0, le=1), _d("Share of failed calls in a step that ends the run.")] = 0.2
 
@@ -191,7 +258,7 @@ class WarmStartConfig(_Section, frozen=True):
 
 
 class TrainConfig(_Section, frozen=True):
-    """The trainer."""
+    """The trainer, and how finished groups become its batches."""
 
     trainer: Annotated[
         str, _d("`torch`: the reference trainer; `hash`: hashes its batches, for tests; or `module:Class`.")
@@ -204,7 +271,24 @@ class TrainConfig(_Section, frozen=True):
     micro_batch_size: Annotated[PositiveInt, _d("Samples in one forward pass of one rank.")] = 16
     clip_low: Annotated[float, Meta(gt=0), _d("Lower clipping range of the importance ratio.")] = 0.2
     clip_high: Annotated[float, Meta(gt=0), _d("Upper clipping range of the importance ratio.")] = 0.2
-    normalize_advantages: Annotated[bool, _d("Divide a group's advantages by their standard deviation.")] = True
+    advantage: Annotated[
+        Literal["grpo", "gspo", "rloo", "reinforce++", "reinforce++_baseline", "none"],
+        _d("How rewards become advantages; see docs/rollouts.md."),
+    ] = "grpo"
+    normalize_advantages: Annotated[
+        bool, _d("grpo, gspo: divide a group's advantages by their standard deviation.")
+    ] = True
+    split: Annotated[
+        Literal["strided", "balanced"],
+        _d("How samples are dealt to ranks: in turn, or so that all ranks have about as many tokens."),
+    ] = "strided"
+    max_tokens_per_micro_batch: Annotated[
+        NonNegativeInt, _d("First-fit packing of each rank's samples into micro-batches of so many tokens; 0: none.")
+    ] = 0
+    uneven: Annotated[
+        Literal["error", "trim", "pad"],
+        _d("Samples that do not divide by ranks x updates: refuse, leave the last out, or repeat the last masked."),
+    ] = "error"
     kl_coef: Annotated[float, Meta(ge=0), _d("Weight of the KL penalty to the start policy; 0: none.")] = 0.0
     save_every: Annotated[PositiveInt, _d("Steps between two commits; a commit holds a checkpoint.")] = 5
     keep_checkpoints: Annotated[PositiveInt, _d("Newest checkpoints that are kept.")] = 2
@@ -212,13 +296,29 @@ class TrainConfig(_Section, frozen=True):
     warm_start: Annotated[WarmStartConfig | None, _d("Supervised steps before the first rollout.")] = None
 
 
+class EvalDatasetConfig(_Section, frozen=True):
+    """One evaluated data set. Unset values are those of training, but greedy."""
+
+    data: Annotated[str, _path("Prompt file, as data.prompts.")] = ""
+    samples: Annotated[PositiveInt, _d("Samples of each prompt; pass@k is told for k = 1, 2, 4 ... up to it.")] = 1
+    temperature: Annotated[float, Meta(ge=0), _d("Sampling temperature; 0 is greedy.")] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1), _d("Nucleus sampling bound.")] = 1.0
+    max_response_tokens: Annotated[NonNegativeInt, _d("Upper bound of one turn; 0: rollout.max_response_tokens.")] = 0
+    generate: Annotated[str, _d("Generate function; empty: a single turn.")] = ""
+    limit: Annotated[NonNegativeInt, _d("Prompts that are evaluated; 0: eval.limit.")] = 0
+
+
 class EvalConfig(_Section, frozen=True):
-    """Held-out evaluation: greedy, never mixed with the training accounts."""
+    """Held-out evaluation: greedy unless said otherwise, never mixed with the training accounts."""
 
     every: Annotated[
         NonNegativeInt, _d("Steps between two evaluations; 0: only before the first and after the last step.")
     ] = 0
     limit: Annotated[NonNegativeInt, _d("Prompts that are evaluated; 0: all.")] = 0
+    datasets: Annotated[
+        dict[str, EvalDatasetConfig],
+        _d("More data sets by name, beside data.heldout; the rows of all lie in <run_dir>/eval/."),
+    ] = {}
 
 
 class HealConfig(_Section, frozen=True):
@@ -294,7 +394,10 @@ class Config(_Section, frozen=True):
     name: Annotated[str, _d("Shown in lists; part of the default run id.")] = "run"
     seed: Annotated[int, _d("Seed of data order, sampling, and model initialisation.")] = 0
     steps: Annotated[PositiveInt, _d("Training steps of the whole run.")] = 10
-    mode: Annotated[Literal["sync"], _d("Driver loop.")] = "sync"
+    mode: Annotated[
+        Literal["sync", "async", "external"],
+        _d("`sync`: generate, then train; `async`: generation never stops; `external`: your own trainer pulls."),
+    ] = "sync"
     python_path: Annotated[
         list[str],
         Meta(
