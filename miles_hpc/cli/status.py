@@ -14,7 +14,7 @@ from miles_hpc.cli.source import find_run, note_fallback, read_status
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.launch.attempts import AttemptError
 
-_STATUS = ("run_id", "attempt", "epoch", "hub", "step", "weight_version", "nodes", "cells", "age_s", "source")
+_STATUS = ("run_id", "attempt", "epoch", "hub", "step", "weight_version", "nodes", "cells", "age_s")
 _CELL = ("cell", "pool", "node", "generation", "state", "workers", "restarts")
 _NODE = ("node", "host", "address", "state", "silent_s", "pid")
 
