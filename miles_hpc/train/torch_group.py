@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from miles_hpc.train.trainer import TrainerError
 from miles_hpc.wire.address import HostAndPort
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,10 @@ JOIN_S = 120.0
 """Until all ranks have joined the group."""
 COLLECTIVE_S = 600.0
 """Until a collective gives up: then a rank hangs or is gone."""
+
+
+class RankLost(TrainerError):
+    """A collective failed: another rank is gone, or has not come within `COLLECTIVE_S`."""
 
 
 def interface_of(host: str) -> str:
@@ -66,15 +71,20 @@ class Group:
             ) from error
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks, in place: the same bits on each."""
-        if self.world > 1:
-            dist.all_reduce(tensor)
-        return tensor
+        """Sum a tensor over the ranks, in place: the same bits on each.
 
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
+        Raises:
+            RankLost: another rank did not take part.
+        """
         if self.world > 1:
-            dist.barrier()
+            try:
+                dist.all_reduce(tensor)
+            except RuntimeError as error:
+                cause = str(error).partition("\n")[0]
+                raise RankLost(
+                    f"rank {self.rank} of {self.world} lost another rank, whose log says why ({cause})"
+                ) from error
+        return tensor
 
     def close(self) -> None:
         """Leave the group."""
