@@ -49,7 +49,16 @@ LIBRARIES = [
 
 LIGHT = {
     "miles_hpc.agent.run": {"torch", "transformers", "submitit", "aiohttp", "numpy", "rich"},
-    "miles_hpc.hub.run": {"torch", "transformers", "submitit", "aiohttp", "numpy", "rich"},
+    "miles_hpc.hub.run": {
+        "torch",
+        "transformers",
+        "submitit",
+        "aiohttp",
+        "numpy",
+        "rich",
+        "http.server",
+        "prometheus_client",
+    },
     "miles_hpc.cli.main": {"torch", "transformers", "submitit", "aiohttp", "numpy", "rich", "matplotlib", "zmq"},
     "miles_hpc.rollout.run_worker": {"torch", "transformers", "submitit", "rich", "pyarrow", "matplotlib"},
     "miles_hpc.rollout.run_executor": {"torch", "transformers", "submitit", "rich", "pyarrow", "matplotlib"},
