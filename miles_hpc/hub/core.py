@@ -18,6 +18,7 @@ from miles_hpc.wire.messages import Done, Failed, FromHub, Gpu, StartWorker
 
 if TYPE_CHECKING:
     from miles_hpc.hub.drain import Drain
+    from miles_hpc.hub.recovery import Recovery
 
 WRITE_PATIENCE_S = 3.0
 """A verdict that is not durable after this time no longer holds up the end of the processes."""
@@ -199,6 +200,10 @@ class Core:
         self.group_deaths: dict[str, deque[float]] = {}
         """Group -> times of its budgeted deaths inside the window."""
         self.failure: Failure | None = None
+        self.recovery: Recovery | None = None
+        """Of a hub that took over from another."""
+        self.cleans_up = False
+        """The attempt had its verdict before this hub began: nothing is left to do but to send the agents away."""
         self.drain: Drain | None = None
         self.outcome: Outcome | None = None
         self.decided_at = 0.0
@@ -220,6 +225,11 @@ class Core:
             Cell(cell_id(spec.name, index), spec, index) for index in range(spec.scheduling.num_cells)
         ]
         self.cells.update((cell.id, cell) for cell in self.pools[spec.name])
+
+    @property
+    def recovering(self) -> Recovery | None:
+        """Set while it is not known what runs: nothing is placed, published or called superseded."""
+        return None if self.recovery is None or self.recovery.concluded else self.recovery
 
     # ------------------------------------------------------------------------------------------- outgoing
     def send(self, peer: bytes, message: FromHub) -> None:

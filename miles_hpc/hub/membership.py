@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from miles_hpc.hub import lifecycle
+from miles_hpc.hub import lifecycle, recovery
 from miles_hpc.hub.actions import EXIT_CODES
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
 from miles_hpc.hub.healing import Ending
+from miles_hpc.hub.recovery import FENCE_SLACK_S
 from miles_hpc.wire.ids import Generation, node_id
 from miles_hpc.wire.messages import AgentHello, Refused, Shutdown, StopWorker, Welcome, WorkerState
-
-FENCE_SLACK_S = 5.0
-"""Added to `timing.fence` before a silent node's stateful workers count as gone."""
 
 
 def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
@@ -47,6 +45,9 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
     core.send(peer, welcome(core, node))
     if core.shutdown_sent:
         core.send(peer, shutdown_order(core))
+        return
+    if core.recovering is not None:
+        recovery.on_table(core.recovering, node, hello.table)
         return
     _reconcile(core, node, hello.table, after_hello=True, same_incarnation=same)
     if not core.begun and len(list(core.present_nodes())) >= core.info.expected_nodes:

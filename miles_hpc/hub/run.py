@@ -16,11 +16,13 @@ from pathlib import Path
 from miles_hpc import __version__
 from miles_hpc.config.load import RESOLVED, read_resolved
 from miles_hpc.config.schema import Config
+from miles_hpc.hub import journal
 from miles_hpc.hub.core import RunInfo
 from miles_hpc.hub.eventlog import EventLog
 from miles_hpc.hub.server import HubServer
 from miles_hpc.hub.site import Site
 from miles_hpc.hub.state import HubState
+from miles_hpc.hub.verdict import read_outcome
 from miles_hpc.specs.compute import compute_specs
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import node_id
@@ -108,6 +110,9 @@ def _serve(
             hub=f"{socket.address.netloc} pid {os.getpid()}",
         )
         state = HubState(specs, info, config.heal, config.timing, started)
+        if epoch > 1:
+            verdict = read_outcome(run_dir, attempt)
+            state.take_over(journal.read(run_dir, attempt, epoch), verdict, time.time())
         server = HubServer(state, socket, log, run_dir, site=site)
         publish(
             run_dir,
@@ -133,7 +138,7 @@ def _serve(
     if site is not None:
         first = state.core.nodes.get(node_id(0))
         site.on_leave(state.core.lost_hosts(), first_node_lost=first is None or not first.left)
-    return 0 if server.verdict_delivered else 1
+    return 0 if server.verdict_delivered or state.core.cleans_up else 1
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import zmq
 
-from miles_hpc.hub import dump, views
+from miles_hpc.hub import dump, journal, views
 from miles_hpc.hub.actions import (
     Action,
     Event,
@@ -78,6 +79,8 @@ class HubServer:
         self._signalled = ""
         self._last_counters: dict[str, int] = {}
         self._next_status = clock()
+        self._journal = b""
+        self._journal_path = journal.journal_path(run_dir, core.info.attempt, core.info.epoch)
         self._seen: SiteSeen | None = None
         after_verdict = site.on_verdict if site is not None else lambda: None
         self._files = FileWriter(run_dir, core.info.attempt, self._on_verdict, after_verdict)
@@ -131,12 +134,12 @@ class HubServer:
                         self._site.ask_about(self._state.core.lost_hosts())
                 if now >= self._next_status:
                     self._next_status = now + self._status_interval
-                    self._files.write_status(views.status_object(self._state.core, time.time()))
+                    self._write_files()
                 if now >= next_counters:
                     next_counters = now + COUNTERS_EVERY_S
                     self._log_counters()
             self._socket.drain(0)
-            self._files.write_status(views.status_object(self._state.core, time.time()))
+            self._write_files()
         finally:
             signal.set_wakeup_fd(-1)
             self._files.close()
@@ -145,6 +148,15 @@ class HubServer:
             self._log_counters()
             os.close(self._wake_read)
             # The write end stays open: a writer thread that a stalled file system holds up may still report.
+
+    def _write_files(self) -> None:
+        core, wall = self._state.core, time.time()
+        self._files.write_status(views.status_object(core, wall))
+        if not core.recovering and not core.cleans_up:
+            content = msgspec.json.encode(journal.take(core, wall))
+            if content != self._journal:
+                self._journal = content
+                self._files.write_journal(self._journal_path, content)
 
     def _take_wakeups(self) -> None:
         try:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
-from miles_hpc.hub import drain, healing, lifecycle, membership, operator
-from miles_hpc.hub.actions import Action, Event, HubBroke, HubSignalled, Leave, Received, Tick, VerdictWritten
+from miles_hpc.hub import drain, healing, journal, lifecycle, membership, operator, recovery
+from miles_hpc.hub.actions import Action, Event, HubBroke, HubSignalled, Leave, Outcome, Received, Tick, VerdictWritten
 from miles_hpc.hub.core import LEAVE_SLACK_S, WRITE_PATIENCE_S, Client, Core, RunInfo
 from miles_hpc.hub.render import address_book
 from miles_hpc.hub.site import SiteSeen
@@ -59,6 +59,23 @@ class HubState:
         self.core = Core(specs, info, heal, timing, now)
         self.revision = 0
         self.book: dict[str, list[CellAddrs]] = {}
+        if info.epoch > 1:
+            self.core.recovery = recovery.Recovery(claimed_at=now)
+
+    def take_over(self, last: journal.Journal | None, verdict: Outcome | None, wall: float) -> None:
+        """Go on where the last hub of this attempt was.
+
+        Args:
+            last: its journal, if one could be read.
+            verdict: how the attempt has ended already; then this hub only sends the agents away.
+            wall: the wall clock now.
+        """
+        core = self.core
+        if last is not None:
+            journal.restore(core, last, wall)
+        if verdict is not None:
+            core.outcome, core.decided_at = verdict, core.now
+            core.shutdown_sent = core.cleans_up = True
 
     def apply(self, event: Event, now: float) -> list[Action]:
         """What to do about an event, in order."""
@@ -84,8 +101,9 @@ class HubState:
                 membership.on_down_hosts(core, down_hosts)
             case Tick():
                 membership.watch_silence(core)
+                self._watch_recovery()
                 self._watch_start()
-        if core.outcome is None:
+        if core.outcome is None and not core.recovering:
             lifecycle.advance(core)
             drain.watch(core)
             healing.watch_failure(core)
@@ -123,6 +141,9 @@ class HubState:
         if node.left:
             return  # it still beats while it waits for the hub's own end
         membership.on_heard(core, node)
+        if core.recovering is not None and not isinstance(message, DrainRequest | Goodbye):
+            recovery.on_report(core.recovering, node, message)
+            return
         match message:
             case FullTable():
                 membership.on_full_table(core, node, message.workers)
@@ -149,6 +170,9 @@ class HubState:
 
     def _on_client_hello(self, peer: bytes, hello: ClientHello) -> None:
         core = self.core
+        if core.recovering is not None:
+            core.recovering.clients[peer] = hello
+            return
         found = core.find(hello.worker, hello.generation, None)
         if found is None or not found[0].published:
             core.note("client_superseded", "warning", worker=hello.worker, generation=str(hello.generation))
@@ -212,6 +236,18 @@ class HubState:
         core.note("leaving", agents_left_behind=[node.id for node in core.present_nodes()])
         core.out.append(Leave())
 
+    def _watch_recovery(self) -> None:
+        core = self.core
+        if core.recovery is None or core.outcome is not None:
+            return
+        recovery.watch(core, core.recovery)
+        if core.recovery.concluded and core.recovery.clients:
+            lifecycle.advance(core)
+            self._publish()
+            waiting, core.recovery.clients = core.recovery.clients, {}
+            for peer, hello in waiting.items():
+                self._on_client_hello(peer, hello)
+
     def _watch_start(self) -> None:
         core = self.core
         if core.begun or core.outcome is not None or core.now - core.started_at <= core.timing.join:
@@ -245,5 +281,6 @@ class HubState:
         if not core.shutdown_sent:
             return
         patience = max((spec.stop_grace for spec in core.specs.values()), default=0.0) + LEAVE_SLACK_S
-        if waited > patience or not any(core.present_nodes()):
+        awaited = core.cleans_up and not core.nodes
+        if waited > patience or not (awaited or any(core.present_nodes())):
             self._leave()

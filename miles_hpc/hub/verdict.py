@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from miles_hpc.hub.actions import WriteVerdict
+from miles_hpc.hub.actions import EXIT_CODES, Outcome, WriteVerdict
 
 
 def verdict_path(run_dir: Path, attempt: int) -> Path:
@@ -42,6 +42,15 @@ def write_verdict(run_dir: Path, attempt: int, verdict: WriteVerdict) -> bool:
     if not _newer_attempt(run_dir, attempt):
         replace_json(run_dir / "summary.json", verdict.summary)
     return True
+
+
+def read_outcome(run_dir: Path, attempt: int) -> Outcome | None:
+    """How the attempt has ended; None while it has not. A verdict that says nothing we know counts as failed."""
+    try:
+        found = json.loads(verdict_path(run_dir, attempt).read_bytes()).get("outcome")
+    except FileNotFoundError:
+        return None
+    return found if found in EXIT_CODES else "failed"
 
 
 def _newer_attempt(run_dir: Path, attempt: int) -> bool:
@@ -90,6 +99,7 @@ class FileWriter:
         self._changed = threading.Condition()
         self._verdict: WriteVerdict | None = None
         self._status: dict[str, Any] | None = None
+        self._journal: bytes | None = None
         self._closing = False
         self.status_failures = 0
         self._thread = threading.Thread(target=self._run, name="files", daemon=True)
@@ -105,6 +115,12 @@ class FileWriter:
             self._status = status
             self._changed.notify()
 
+    def write_journal(self, path: Path, content: bytes) -> None:
+        """Replace the hub's journal; of several that wait only the newest is written."""
+        with self._changed:
+            self._journal_path, self._journal = path, content
+            self._changed.notify()
+
     def close(self, patience_s: float = 2.0) -> None:
         """Finish what waits, for `patience_s` at most: the thread is a daemon and ends with the process."""
         with self._changed:
@@ -115,10 +131,11 @@ class FileWriter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._verdict or self._status or self._closing)
+                self._changed.wait_for(lambda: self._verdict or self._status or self._journal or self._closing)
                 verdict, self._verdict = self._verdict, None
                 status, self._status = self._status, None
-                if verdict is None and status is None:
+                journal, self._journal = self._journal, None
+                if verdict is None and status is None and journal is None:
                     return
             if verdict is not None:
                 try:
@@ -127,6 +144,14 @@ class FileWriter:
                     self._on_verdict(first)
                 except OSError as error:
                     self._on_verdict(error)
+            if journal is not None:
+                try:
+                    self._journal_path.parent.mkdir(exist_ok=True)
+                    draft = self._journal_path.with_suffix(".draft")
+                    draft.write_bytes(journal)
+                    draft.replace(self._journal_path)
+                except OSError:
+                    self.status_failures += 1
             if status is not None:
                 try:
                     replace_json(self._run_dir / "status.json", status, durable=False)

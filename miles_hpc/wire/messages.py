@@ -73,6 +73,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["reserved", "starting", "ready", "stopping"]
     pid: int = 0
     ports: dict[str, int] = {}
+    gpu_uuids: list[str] = []
 
 
 # ---------------------------------------------------------------------------------------------- agent -> hub

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,6 +11,7 @@ from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
 from miles_hpc.hub.actions import Action, Leave, Note, Received, Send, Tick, WriteVerdict
 from miles_hpc.hub.core import RunInfo
+from miles_hpc.hub.journal import take
 from miles_hpc.hub.state import HubState
 from miles_hpc.specs.base import CommandWorkerSpec, SchedulingSpec
 from miles_hpc.wire.ids import Generation
@@ -97,7 +99,12 @@ class ScriptedAgent:
                 if row.state == "reserved":
                     self.next_pid += 1
                     self.table[message.worker] = row = WorkerState(
-                        worker=row.worker, generation=row.generation, state="ready", pid=self.next_pid, ports=row.ports
+                        worker=row.worker,
+                        generation=row.generation,
+                        state="ready",
+                        pid=self.next_pid,
+                        ports=row.ports,
+                        gpu_uuids=message.gpu_uuids,
                     )
                 return [
                     WorkerStarted(worker=row.worker, generation=row.generation, pid=row.pid),
@@ -147,8 +154,9 @@ class Fleet:
         **info: object,
     ) -> None:
         self.now = 1000.0
+        self.specs, self.heal, self.timing = specs, heal or HealConfig(), timing or Timing()
         run = RunInfo(run_id="r", attempt=0, epoch=1, expected_nodes=nodes, **info)
-        self.state = HubState(specs, run, heal or HealConfig(), timing or Timing(), self.now)
+        self.state = HubState(specs, run, self.heal, self.timing, self.now)
         self.core = self.state.core
         self.agents: list[ScriptedAgent] = []
         self.sent: list[Action] = []
@@ -160,6 +168,16 @@ class Fleet:
                 self.join(index)
         if join:
             self.settle()
+
+    def next_hub(self, journal: bool = True) -> None:
+        """The hub is gone with all it knew but its journal; one of the next epoch begins, and nobody knows it yet."""
+        left = take(self.core, wall=5000.0) if journal else None
+        run = dataclasses.replace(self.core.info, epoch=self.core.info.epoch + 1)
+        self.reports.clear()
+        self.state = HubState(self.specs, run, self.heal, self.timing, self.now)
+        self.state.take_over(left, None, wall=5000.0)
+        self.core = self.state.core
+        self.clear()
 
     def add_agent(self, index: int, gpus: int = 0, incarnation: str = "i0") -> ScriptedAgent:
         agent = ScriptedAgent(index, incarnation, f"agent-{index}-{incarnation}".encode(), gpus=gpus)

@@ -1,0 +1,278 @@
+"""A hub of the next epoch: what runs is adopted as it is, the rest is stopped or started anew."""
+
+import pytest
+
+from miles_hpc.config.schema import HealConfig
+from miles_hpc.hub.actions import Send, Tick
+from miles_hpc.hub.journal import Journal, restore, take
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import (
+    CellsReply,
+    ClientHello,
+    ClientWelcome,
+    Draining,
+    DrainRun,
+    GetCells,
+    PoolAddrs,
+    Progress,
+    ReservePorts,
+    Shutdown,
+    StartWorker,
+    StopWorker,
+    Superseded,
+    Welcome,
+    WorkerExited,
+)
+
+pytestmark = pytest.mark.unit
+
+UNIT = {"group": "training", "state": "stateful"}
+
+
+def whole_run(fleet, pool, nodes=2, **more):
+    made = fleet(
+        pool("engine", num_cells=2, num_gpus_per_worker=2),
+        pool("trainer", category="trainer", num_workers_per_cell=2, **UNIT),
+        pool("driver", category="driver", **UNIT),
+        nodes=nodes,
+        gpus=4,
+        **more,
+    )
+    assert set(made.phases().values()) == {"ready"}
+    return made
+
+
+def snapshot(f):
+    return {
+        cell.id: (cell.generation, [(w.id, w.node, w.gpu_slots, w.ports, w.pid) for w in cell.workers])
+        for cell in f.core.cells.values()
+    }
+
+
+def test_everything_that_runs_is_adopted_with_its_generation_place_ports_and_pids(fleet, pool):
+    f = whole_run(fleet, pool)
+    before = snapshot(f)
+    f.next_hub()
+    f.join(0)
+    f.pass_time(1)
+    assert not f.orders(ReservePorts, StartWorker, StopWorker), "one table is still missing"
+    f.join(1)
+    f.pass_time(30)
+    assert snapshot(f) == before and set(f.phases().values()) == {"ready"}
+    assert f.orders(Welcome)[0].epoch == 2
+    assert not f.orders(ReservePorts, StartWorker, StopWorker) and not f.verdicts
+
+
+def test_gpus_of_adopted_workers_are_taken(fleet, pool):
+    f = whole_run(fleet, pool)
+    f.next_hub()
+    f.join(0)
+    f.join(1)
+    f.apply(Tick())
+    held = {(node.id, slot) for node in f.core.nodes.values() for slot in node.gpu_holders}
+    assert held == {(node, slot) for cell in f.core.pools["engine"] for w in cell.workers for node, slot in [
+        (w.node, s) for s in w.gpu_slots]} and len(held) == 4  # fmt: skip
+
+
+def test_a_program_waits_for_the_tables_and_is_then_welcome(fleet, pool):
+    f = whole_run(fleet, pool)
+    f.next_hub()
+    peer = f.client("driver-00000-00000", Generation(1, 1))
+    f.join(0)
+    assert not [a for a in f.sent if isinstance(a, Send) and a.peer == peer]
+    f.join(1)
+    f.apply(Tick())
+    answers = [a.message for a in f.sent if isinstance(a, Send) and a.peer == peer]
+    assert answers[0] == ClientWelcome(epoch=2, run_id="r", attempt=0)
+    assert isinstance(answers[1], PoolAddrs) and len(answers[1].pools["engine"]) == 2
+    f.receive(peer, Progress(step=7, weight_version=8))
+    assert f.core.step == 7
+
+
+def test_a_program_of_a_cell_that_went_on_is_superseded(fleet, pool):
+    f = fleet(pool("engine"))
+    f.die("engine-00000-00000")
+    f.pass_time(2)
+    f.next_hub()
+    f.receive(b"old", ClientHello(worker="engine-00000-00000", generation=Generation(1, 1), pid=1))
+    f.join(0)
+    f.apply(Tick())
+    assert [type(a.message) for a in f.sent if isinstance(a, Send) and a.peer == b"old"] == [Superseded]
+
+
+def test_a_worker_that_died_with_nobody_to_tell_is_started_anew(fleet, pool):
+    f = whole_run(fleet, pool)
+    f.next_hub()
+    f.join(0)
+    agent = next(agent for agent in f.agents if "engine-00001-00000" in agent.table)
+    del agent.table["engine-00001-00000"]
+    f.join(1)
+    f.join(0)
+    f.pass_time(1)
+    assert f.cell("engine-00001").generation == Generation(2, 1)
+    assert f.cell("engine-00000").generation == Generation(1, 1)
+    assert set(f.phases().values()) == {"ready"}
+
+
+def test_a_death_while_the_tables_come_in_is_not_lost(fleet, pool):
+    f = whole_run(fleet, pool)
+    f.next_hub()
+    agent = next(agent for agent in f.agents if "engine-00000-00000" in agent.table)
+    f.join(agent.index)
+    f.receive(agent.peer, WorkerExited(worker="engine-00000-00000", generation=Generation(1, 1), signal=9))
+    del agent.table["engine-00000-00000"]
+    f.join(1 - agent.index)
+    f.pass_time(1)
+    assert f.cell("engine-00000").generation == Generation(2, 1) and set(f.phases().values()) == {"ready"}
+
+
+def test_half_a_cell_is_stopped_and_its_group_starts_anew(fleet, pool):
+    f = whole_run(fleet, pool)
+    f.next_hub()
+    for agent in f.agents:
+        agent.table.pop("trainer-00000-00001", None)
+    f.join(0)
+    f.join(1)
+    f.apply(Tick())
+    assert {order.worker for order in f.orders(StopWorker)} == {"trainer-00000-00000", "driver-00000-00000"}
+    f.pass_time(2)
+    assert f.cell("trainer-00000").generation.epoch == f.cell("driver-00000").generation.epoch == 2
+    assert f.cell("engine-00000").generation == Generation(1, 1) and not f.verdicts
+
+
+def test_a_missing_node_is_waited_for_until_it_counts_as_dead(fleet, pool):
+    f = fleet(pool("engine", num_cells=2), nodes=2)
+    lost = f.agents[1]
+    lost.silent = True
+    f.next_hub()
+    f.join(0)
+    f.pass_time(f.core.timing.dead - 1)
+    assert not f.orders(ReservePorts, StartWorker)
+    f.pass_time(3)
+    assert {worker.node for cell in f.core.pools["engine"] for worker in cell.workers} == {"node-00000"}
+    assert set(f.phases().values()) == {"ready"}
+
+
+def test_stateful_cells_of_a_missing_node_wait_for_its_fence(fleet, pool):
+    f = fleet(pool("engine"), pool("driver", category="driver", state="stateful", avoid_hub_node=True), nodes=2)
+    assert f.cell("driver-00000").workers[0].node == "node-00001"
+    f.agents[1].silent = True
+    f.next_hub()
+    f.join(0)
+    f.pass_time(f.core.timing.fence + 4)
+    assert f.phases()["driver-00000"] == "waiting"
+    f.pass_time(3)
+    assert f.phases()["driver-00000"] == "ready" and f.cell("driver-00000").workers[0].node == "node-00000"
+
+
+def test_a_node_that_comes_late_stops_what_was_replaced_and_frees_what_was_held(fleet, pool):
+    f = fleet(pool("engine", num_cells=2), pool("driver", state="stateful", avoid_hub_node=True), nodes=2)
+    f.agents[1].silent = True
+    f.next_hub()
+    f.join(0)
+    f.pass_time(20)
+    assert f.phases()["driver-00000"] == "waiting"
+    f.clear()
+    f.agents[1].silent = False
+    f.join(1)
+    f.settle()
+    assert {order.worker for order in f.orders(StopWorker)} >= {"driver-00000-00000"}
+    f.pass_time(2)
+    assert set(f.phases().values()) == {"ready"}
+    running = [row for agent in f.agents for row in agent.table]
+    assert len(running) == len(set(running)) == 3
+
+
+def test_an_agent_that_was_started_anew_has_an_empty_table_and_gets_everything_again(fleet, pool):
+    f = whole_run(fleet, pool, nodes=1)
+    f.next_hub()
+    f.add_agent(0, gpus=4, incarnation="i1")
+    f.join(0)
+    f.pass_time(2)
+    assert {cell.generation.epoch for cell in f.core.cells.values()} == {2}
+    assert set(f.phases().values()) == {"ready"}
+
+
+def test_a_hub_of_the_third_epoch_adopts_what_two_hubs_started(fleet, pool):
+    f = whole_run(fleet, pool)
+    f.next_hub()
+    f.join(0)
+    f.join(1)
+    f.pass_time(1)
+    f.die("engine-00000-00000")
+    f.pass_time(2)
+    before = snapshot(f)
+    assert before["engine-00000"][0] == Generation(2, 2)
+    f.next_hub()
+    f.join(1)
+    f.join(0)
+    f.pass_time(1)
+    assert snapshot(f) == before
+
+
+def test_budgets_counts_and_an_operators_stop_outlive_the_hub(fleet, pool):
+    f = fleet(pool("engine", num_cells=2), heal=HealConfig(budget=2, backoff_s=0.0))
+    f.die("engine-00000-00000")
+    f.pass_time(1)
+    f.die("engine-00000-00000")
+    f.pass_time(1)
+    f.core.cells["engine-00001"].wanted = False
+    f.die("engine-00001-00000")
+    assert f.phases()["engine-00001"] == "stopped"
+    f.next_hub()
+    f.join(0)
+    f.pass_time(1)
+    assert f.phases() == {"engine-00000": "ready", "engine-00001": "stopped"}
+    assert f.core.healed() == 2
+    f.die("engine-00000-00000")
+    assert f.verdicts[0].outcome == "failed" and "3 times" in f.verdicts[0].reason
+
+
+def test_without_a_journal_the_run_goes_on_all_the_same(fleet, pool):
+    f = whole_run(fleet, pool)
+    before = snapshot(f)
+    f.next_hub(journal=False)
+    f.join(0)
+    f.join(1)
+    f.pass_time(1)
+    assert snapshot(f) == before and not f.verdicts
+
+
+def test_a_drain_outlives_the_hub(fleet, pool):
+    f = fleet(pool("driver", category="driver"))
+    f.receive(b"op", DrainRun(call_id="1", reason="walltime", deadline_s=30.0))
+    f.next_hub()
+    f.join(0)
+    f.apply(Tick())
+    peer = f.client("driver-00000-00000")
+    (told,) = [a.message for a in f.sent if isinstance(a, Send) and a.peer == peer and isinstance(a.message, Draining)]
+    assert told == Draining(reason="walltime", deadline_s=30.0)
+
+
+def test_a_hub_that_finds_its_attempts_verdict_only_sends_the_agents_away(fleet, pool):
+    f = fleet(pool("engine"), nodes=2)
+    f.next_hub()
+    f.state.take_over(None, "finished", 0.0)
+    f.apply(Tick())
+    assert not f.leaves, "agents that do not know yet are waited for"
+    f.join(0)
+    f.join(1)
+    assert f.orders(Shutdown) == [Shutdown(reason="finished", exit_code=0)] * 2
+    f.settle()
+    assert f.leaves == 1 and not f.verdicts and not f.orders(ReservePorts, StopWorker)
+
+
+def test_an_operator_may_ask_while_the_tables_come_in(fleet, pool):
+    f = fleet(pool("engine"))
+    f.next_hub()
+    f.receive(b"op", GetCells(call_id="1"))
+    assert f.orders(CellsReply)[0].cells[0].state == "waiting"
+
+
+def test_the_journal_survives_a_wall_clock_that_jumps_back(fleet, pool):
+    f = fleet(pool("engine"))
+    f.die("engine-00000-00000")
+    left = take(f.core, wall=5000.0)
+    restore(f.core, left, wall=100.0)
+    assert f.core.started_at <= f.core.now and all(d <= f.core.now for d in f.core.cells["engine-00000"].deaths)
+    assert isinstance(left, Journal) and left.starts == {"engine-00000": 2}
