@@ -1,9 +1,12 @@
 """The HTTP API of an engine, in SGLang 0.5.23's shapes, over any backend.
 
-Known differences from SGLang, on purpose: `/health` answers at once, busy or paused (SGLang generates a token for it);
-an out-of-range token id is a 400 (it kills SGLang); `stream` is a 400; the n samples of a seeded request get n seeds;
-a stop token in the last allowed place is reported as `stop` (SGLang: `length`); an in-place pause with `flush_cache`
-refuses an update before it changes anything (SGLang swaps the weights, then answers 400).
+Known differences from SGLang, on purpose: `/health` answers at once, busy or paused (SGLang generates a token for it,
+unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0); an out-of-range token id is a 400 (it kills SGLang); `stream` is for
+one sequence, and its events come by time, not by token; seeds count (SGLang ignores them by default), and the n samples
+of a seeded request get n of them; a stop token in the last allowed place is reported as `stop` (SGLang: `length`); an
+in-place pause with `flush_cache` refuses an update before it changes anything (SGLang swaps the weights, then answers
+400); no key and value is ever used after the request that it was computed for, so nothing old is met in place;
+`served_model_name` outlives an update (SGLang: the new path).
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -22,7 +24,18 @@ from aiohttp.http_exceptions import BadHttpMessage
 from miles_hpc.engine import rendering
 from miles_hpc.engine.chat_tokenizer import ModelDirError
 from miles_hpc.engine.parsing import parse_chat, parse_generate
-from miles_hpc.engine.requests import Backend, BadRequestError, PauseMode, Request, Result, Sampling
+from miles_hpc.engine.requests import (
+    Backend,
+    BadRequestError,
+    PauseMode,
+    Request,
+    Result,
+    Sampling,
+    UpdateOutcome,
+)
+from miles_hpc.engine.streaming import stream_chat, stream_generate
+from miles_hpc.engine.updates import group_member, group_name, tensor_specs
+from miles_hpc.wire.program import stop_signals
 
 API_VERSION = "0.5.23"
 """The SGLang whose API this is."""
@@ -66,6 +79,14 @@ async def _object(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("The body must be a JSON object.")
     return body
+
+
+def _outcome(outcome: UpdateOutcome) -> web.Response:
+    return _json({"success": outcome.success, "message": outcome.message}, 200 if outcome.success else 400)
+
+
+async def _first(results: Awaitable[list[Result]]) -> Result:
+    return (await results)[0]
 
 
 @web.middleware
@@ -112,6 +133,13 @@ class EngineApi:
             (both, "/flush_cache", self.flush_cache),
             (("POST",), "/update_weights_from_disk", self.update_weights_from_disk),
             (("POST",), "/update_weight_version", self.update_weight_version),
+            (("POST",), "/init_weights_update_group", self.init_group),
+            (("POST",), "/destroy_weights_update_group", self.destroy_group),
+            (("POST",), "/begin_weight_update", self.begin_update),
+            (("POST",), "/end_weight_update", self.end_update),
+            (("POST",), "/update_weights_from_distributed", self.update_weights_from_distributed),
+            (("GET",), "/ready", self.ready),
+            (("GET",), "/metrics", self.metrics),
         ]
         for methods, path, handler in routes:
             for method in methods:
@@ -141,7 +169,18 @@ class EngineApi:
 
     async def server_info(self, request: web.Request) -> web.Response:
         """How it is served."""
+        # SGLang asks its scheduler for a part of it: it answers while paused, and hangs when that part is stopped.
+        await self._backend.answers()
         return _json(rendering.server_info(self._backend, self._host, self._port, API_VERSION))
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 when a request would be served now."""
+        load = self._backend.load()
+        return web.Response(status=200 if load.alive and not load.paused else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus text, under SGLang's names."""
+        return web.Response(text=rendering.metrics(self._backend), content_type="text/plain", charset="utf-8")
 
     async def models(self, request: web.Request) -> web.Response:
         """OpenAI's model list, with the one model."""
@@ -153,21 +192,49 @@ class EngineApi:
         """Running and waiting requests."""
         return _json({"version": API_VERSION, **rendering.loads(self._backend)})
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         """Continue one prompt, a batch of them, or n samples of each."""
-        requests, many = parse_generate(await _body(request), self._backend)
+        body = await _body(request)
+        requests, many = parse_generate(body, self._backend)
+        if body.get("stream"):
+            return await self._stream(
+                requests, lambda one, result: stream_generate(request, one, result, self._backend)
+            )
         results = await self._run(requests)
         answers = [
             rendering.generate_answer(one, result, self._backend) for one, result in zip(requests, results, strict=True)
         ]
         return _json(answers if many else answers[0])
 
-    async def chat(self, request: web.Request) -> web.Response:
+    async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation."""
         body = await _body(request)
         requests = parse_chat(body, self._backend)
+        if body.get("stream"):
+            return await self._stream(
+                requests, lambda one, result: stream_chat(request, body, one, result, self._backend)
+            )
         results = await self._run(requests)
         return _json(rendering.chat_answer(body, requests, results, self._backend))
+
+    async def _stream(
+        self,
+        requests: list[Request],
+        tell: Callable[[Request, asyncio.Future[Result]], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        if len(requests) != 1:
+            raise BadRequestError("stream is for one sequence: send each prompt and sample as a request of its own.")
+        running = asyncio.ensure_future(self._run(requests))
+        result = asyncio.ensure_future(_first(running))
+        try:
+            # What is refused at once is an error status, not a stream that begins with 200.
+            await asyncio.wait({result}, timeout=0)
+            if result.done():
+                result.result()
+            return await tell(requests[0], result)
+        finally:
+            running.cancel()
+            result.cancel()
 
     async def _run(self, requests: list[Request]) -> list[Result]:
         rids = {request.rid for request in requests}
@@ -226,6 +293,35 @@ class EngineApi:
         answer = {"success": outcome.success, "message": outcome.message, "num_paused_requests": 0}
         return _json(answer, 200 if outcome.success else 400)
 
+    async def init_group(self, request: web.Request) -> web.Response:
+        """Join a weight update group; 200 when all members are there."""
+        return _outcome(await self._backend.init_group(group_member(await _object(request))))
+
+    async def destroy_group(self, request: web.Request) -> web.Response:
+        """Leave a weight update group."""
+        return _outcome(await self._backend.destroy_group(group_name(await _object(request))))
+
+    async def begin_update(self, request: web.Request) -> web.Response:
+        """Open a session of updates."""
+        return _outcome(await self._backend.begin_update())
+
+    async def end_update(self, request: web.Request) -> web.Response:
+        """Close it."""
+        return _outcome(await self._backend.end_update())
+
+    async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
+        """Receive tensors that rank 0 of a group broadcasts at the same time."""
+        body = await _object(request)
+        version = body.get("weight_version")
+        outcome = await self._backend.update_weights_from_group(
+            group_name(body),
+            tensor_specs(body),
+            None if version is None else str(version),
+            flush_cache=body.get("flush_cache") is not False,
+            abort_all=bool(body.get("abort_all_requests")),
+        )
+        return _outcome(outcome)
+
     async def update_weight_version(self, request: web.Request) -> web.Response:
         """Change the label; running requests are aborted unless `abort_all_requests` is false, as in SGLang."""
         body = await _object(request)
@@ -259,7 +355,7 @@ def run_program(parser: argparse.ArgumentParser, program: Coroutine[Any, Any, No
 
 
 async def serve(backend: Backend, host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT, then abort what runs and return.
+    """Serve until a stop signal, then abort what runs and return.
 
     Raises:
         PortTakenError: when the port cannot be listened on.
@@ -268,7 +364,7 @@ async def serve(backend: Backend, host: str, port: int) -> None:
     logging.getLogger("aiohttp.server").addFilter(_is_not_a_stray)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, stopped.set)
     stop, failed = asyncio.ensure_future(stopped.wait()), asyncio.ensure_future(backend.failed())
     runner = web.AppRunner(

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import hashlib
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.engine.requests import (
     ABORTED,
+    GroupMember,
     Load,
     PauseMode,
     Request,
     Result,
+    TensorSpec,
     UpdateOutcome,
     context_length_of,
     mix64,
@@ -159,6 +162,7 @@ class FakeBackend:
         self._script = Script(self.tokenizer, self.vocab_size)
         self._live: dict[str, _Running] = {}
         self._paused = False
+        self._seen_at = time.time()
         self._updating = False
         self._running = 0
         self._quiet = asyncio.Event()
@@ -238,6 +242,20 @@ class FakeBackend:
         if self._live.get(run.request.rid) is run:
             del self._live[run.request.rid]
 
+    def partial(self, rid: str) -> Result | None:
+        """The tokens that a request has by now."""
+        run = self._live.get(rid)
+        if run is None:
+            return None
+        self._settle(run)
+        result = copy.copy(run.answer)
+        result.output_ids = result.output_ids[: run.produced]
+        result.output_logprobs = result.output_logprobs[: run.produced]
+        result.output_top = result.output_top[: run.produced]
+        result.versions = []
+        result.finish = {}
+        return result
+
     async def pause(self, mode: PauseMode) -> None:
         """Stop all timers; retract and in_place differ only in the counted retractions."""
         self._paused = True
@@ -308,11 +326,38 @@ class FakeBackend:
         if version is not None:
             self.weight_version = version
 
+    async def init_group(self, member: GroupMember) -> UpdateOutcome:
+        """A script has no tensors to receive."""
+        return UpdateOutcome(False, "The fake engine takes weights from disk only.")
+
+    async def destroy_group(self, name: str) -> UpdateOutcome:
+        """There is none."""
+        return UpdateOutcome(False, "The group to be destroyed does not exist.")
+
+    async def begin_update(self) -> UpdateOutcome:
+        """Nothing to prepare."""
+        return UpdateOutcome(True, "Success")
+
+    async def end_update(self) -> UpdateOutcome:
+        """Nothing to finish."""
+        return UpdateOutcome(True, "Success")
+
+    async def update_weights_from_group(
+        self, group: str, tensors: Sequence[TensorSpec], version: str | None, *, flush_cache: bool, abort_all: bool
+    ) -> UpdateOutcome:
+        """A script has no tensors to receive."""
+        return UpdateOutcome(False, "The fake engine takes weights from disk only.")
+
+    async def answers(self) -> None:
+        """A script always answers."""
+
     def load(self) -> Load:
         """Running and waiting requests."""
         running = (run for run in self._live.values() if run.running_since is not None)
         tokens = sum(len(run.request.input_ids) + run.produced for run in running)
-        return Load(self._running, len(self._live) - self._running, tokens)
+        if not self._paused:
+            self._seen_at = time.time()
+        return Load(self._running, len(self._live) - self._running, tokens, paused=self._paused, seen_at=self._seen_at)
 
     async def failed(self) -> None:
         """A script does not fail."""

@@ -105,11 +105,6 @@ def check_length(ids: list[int], sampling: Sampling, backend: Backend) -> None:
         )
 
 
-def _refuse_stream(body: Mapping[str, Any], backend: Backend) -> None:
-    if body.get("stream"):
-        raise BadRequestError(f"stream is not supported by the {backend.kind} engine. Please set stream=false.")
-
-
 def _prompts(body: Mapping[str, Any], backend: Backend) -> tuple[list[list[int]], bool]:
     """All prompts of a `/generate` body, and whether they came as a list."""
     if body.get("input_embeds") is not None or body.get("image_data") is not None:
@@ -146,7 +141,6 @@ def parse_generate(body: Any, backend: Backend) -> tuple[list[Request], bool]:
     """
     if not isinstance(body, dict):
         raise BadRequestError("The body must be a JSON object.")
-    _refuse_stream(body, backend)
     prompts, many = _prompts(body, backend)
     params = _each(body.get("sampling_params") or {}, len(prompts), "sampling_params")
     if not all(isinstance(one, dict) for one in params):
@@ -201,7 +195,6 @@ def parse_chat(body: Any, backend: Backend) -> list[Request]:
     """
     if not isinstance(body, dict):
         raise BadRequestError("The body must be a JSON object.")
-    _refuse_stream(body, backend)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("Messages cannot be empty.")

@@ -87,6 +87,19 @@ def generate_answer(request: Request, result: Result, backend: Backend) -> dict[
     }
 
 
+def settled_text(request: Request, result: Result, backend: Backend) -> str:
+    """Text of a running request that further tokens do not change: no half of a character at its end."""
+    return output_text(request, result, backend.tokenizer).rstrip("\ufffd")
+
+
+def partial_answer(request: Request, result: Result, backend: Backend) -> dict[str, Any]:
+    """A `/generate` event of a running request: no finish reason and no spans yet."""
+    answer = generate_answer(request, result, backend)
+    answer["meta_info"]["finish_reason"] = None
+    del answer["meta_info"]["weight_versions"]
+    return answer
+
+
 def _token_entry(tokenizer: ChatTokenizer, logprob: float | None, token: int) -> dict[str, Any]:
     return {"token": tokenizer.token_text(token), "bytes": list(tokenizer.token_bytes(token)), "logprob": logprob}
 
@@ -149,14 +162,61 @@ def chat_answer(
             "weight_versions": spans(last),
         },
     }
+    extension = chat_extension(body, requests, results)
+    if extension:
+        answer["sglext"] = extension
+    return answer
+
+
+def chat_extension(body: Mapping[str, Any], requests: list[Request], results: list[Result]) -> dict[str, Any]:
+    """SGLang's own part of a chat answer, as far as it was asked for."""
     extension: dict[str, Any] = {}
     if body.get("return_input_ids_in_sglext"):
         extension["input_ids"] = requests[0].input_ids
     if body.get("return_output_ids_in_sglext"):
         extension["output_ids"] = [result.output_ids for result in results]
-    if extension:
-        answer["sglext"] = extension
-    return answer
+    return extension
+
+
+def chat_chunk(
+    body: Mapping[str, Any],
+    request: Request,
+    backend: Backend,
+    delta: dict[str, Any] | None,
+    finish: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One event of a streamed chat answer; without `delta` one that has no choice."""
+    choice = {
+        "index": 0,
+        "delta": {"reasoning_content": None, **(delta or {})},
+        "logprobs": None,
+        "finish_reason": None if finish is None else finish.get("type"),
+        "matched_stop": None if finish is None else finish.get("matched"),
+    }
+    return {
+        "id": request.rid,
+        "object": "chat.completion.chunk",
+        "created": int(request.received_at),
+        "model": body.get("model") or backend.served_model_name,
+        "choices": [] if delta is None else [choice],
+    }
+
+
+def metrics(backend: Backend) -> str:
+    """`/metrics`: what SGLang also has, under its names."""
+    load = backend.load()
+    capacity = backend.max_running_requests * backend.context_length
+    values = {
+        "num_running_reqs": ("gauge", load.running),
+        "num_queue_reqs": ("gauge", load.waiting),
+        "num_used_tokens": ("gauge", load.tokens),
+        "token_usage": ("gauge", load.tokens / capacity),
+        "generation_tokens_total": ("counter", load.generated),
+    }
+    label = f'{{model_name="{backend.served_model_name}"}}'
+    return "".join(
+        f"# TYPE sglang:{name} {kind}\nsglang:{name}{label} {float(value)}\n" for name, (kind, value) in values.items()
+    )
 
 
 def model_info(backend: Backend) -> dict[str, Any]:
@@ -213,7 +273,7 @@ def loads(backend: Backend) -> dict[str, Any]:
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         "loads": [
             {
-                "timestamp": time.time(),
+                "timestamp": load.seen_at,
                 "dp_rank": 0,
                 "num_running_reqs": load.running,
                 "num_waiting_reqs": load.waiting,

@@ -107,6 +107,26 @@ class UpdateOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor that a trainer is about to send."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """An engine's place in a weight update group; rank 0, the trainer, listens on `address`."""
+
+    name: str
+    address: str
+    rank: int
+    world_size: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What an engine is doing now."""
 
@@ -115,6 +135,11 @@ class Load:
     tokens: int
     """Tokens held by running sequences."""
     alive: bool = True
+    paused: bool = False
+    seen_at: float = 0.0
+    """Wall-clock time of the last sign of the part that computes: fresh when idle or busy, frozen while paused."""
+    generated: int = 0
+    """Output tokens since the start."""
 
 
 class Backend(Protocol):
@@ -140,6 +165,9 @@ class Backend(Protocol):
     async def submit(self, request: Request) -> Result:
         """Generate to the end, or until aborted. Cancelling the call aborts the request."""
 
+    def partial(self, rid: str) -> Result | None:
+        """A copy of what a running request has so far; None for one that is not in the engine."""
+
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating; returns when no further token is made."""
 
@@ -159,6 +187,26 @@ class Backend(Protocol):
 
     async def set_weight_version(self, version: str, *, abort_all: bool) -> None:
         """Change the label only."""
+
+    async def init_group(self, member: GroupMember) -> UpdateOutcome:
+        """Join a weight update group; waits for its other members."""
+
+    async def destroy_group(self, name: str) -> UpdateOutcome:
+        """Leave a weight update group."""
+
+    async def begin_update(self) -> UpdateOutcome:
+        """Open a weight update session."""
+
+    async def end_update(self) -> UpdateOutcome:
+        """Close it."""
+
+    async def update_weights_from_group(
+        self, group: str, tensors: Sequence[TensorSpec], version: str | None, *, flush_cache: bool, abort_all: bool
+    ) -> UpdateOutcome:
+        """Receive tensors from rank 0 of a group, inside a session; all are received before one is used."""
+
+    async def answers(self) -> None:
+        """Returns as soon as the part that computes has answered."""
 
     def load(self) -> Load:
         """Running and waiting requests, without waiting for anything."""

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
+from miles_hpc.engine.embedded.collective import GroupError, UpdateGroup
 from miles_hpc.engine.embedded.model import BatchModel
 from miles_hpc.engine.embedded.scheduler import Scheduler, Sequence
 from miles_hpc.engine.requests import (
+    GroupMember,
     Load,
     PauseMode,
     Request,
     Result,
+    TensorSpec,
     UpdateOutcome,
     context_length_of,
     read_model_config,
@@ -27,6 +34,9 @@ from miles_hpc.engine.requests import (
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
+
+IDLE_TICK_S = 1.0
+"""Between two signs of life of an idle engine thread."""
 
 
 class EngineDied(RuntimeError):
@@ -66,6 +76,8 @@ class EmbeddedBackend:
         self._died: asyncio.Future[None] = self._loop.create_future()
         self._waiters: set[asyncio.Future[Any]] = set()
         self._closing = False
+        self._groups: dict[str, UpdateGroup] = {}
+        self._seen_at = time.time()
         self._thread = threading.Thread(target=self._run, args=(threads,), name="engine", daemon=True)
         self._thread.start()
 
@@ -90,15 +102,20 @@ class EmbeddedBackend:
                     command = self._next_command()
                 if self._closing:
                     return
-                self._scheduler.step()
+                if self._scheduler.can_step():
+                    self._scheduler.step()
         except BaseException as error:
             _log.exception("the engine thread failed")
             self._post(self._fail, EngineDied(f"the engine failed: {type(error).__name__}: {error}"))
 
     def _next_command(self) -> Callable[[], None] | None:
-        """A command that is there, or None as soon as there is something to compute; waits when there is neither."""
+        """A command that is there; None as soon as there is something to compute, or nothing came for a while."""
+        if not self._scheduler.paused:
+            self._seen_at = time.time()
         try:
-            return self._commands.get(block=not (self._scheduler.can_step() or self._closing))
+            if self._scheduler.can_step() or self._closing:
+                return self._commands.get_nowait()
+            return self._commands.get(timeout=IDLE_TICK_S)
         except queue.Empty:
             return None
 
@@ -142,6 +159,21 @@ class EmbeddedBackend:
             raise
         return result
 
+    def partial(self, rid: str) -> Result | None:
+        """A copy of what a request has so far, without waiting for the engine thread."""
+        sequence = self._scheduler.find(rid)
+        if sequence is None:
+            return None
+        # The thread appends to these lists in turn; what all of them have is a state that was there.
+        result = copy.copy(sequence.result)
+        versions = list(result.versions)
+        count = min(len(result.output_ids), len(result.output_logprobs), versions[-1][2] if versions else 0)
+        result.output_ids = result.output_ids[:count]
+        result.output_logprobs = result.output_logprobs[:count]
+        result.output_top = result.output_top[:count]
+        result.versions = []
+        return result
+
     async def pause(self, mode: PauseMode) -> None:
         """Returns when the step in progress is done."""
         await self._call(lambda: self._scheduler.pause(mode))
@@ -162,20 +194,87 @@ class EmbeddedBackend:
         self, path: str, version: str | None, *, flush_cache: bool, abort_all: bool
     ) -> UpdateOutcome:
         """Replace the weights between two steps; unless paused, after what runs is done."""
-        future = self._future()
+        return await self._when_idle(
+            lambda: self._scheduler.update_weights(path, version, flush_cache=flush_cache), abort_all
+        )
 
-        def update() -> None:
-            outcome = self._scheduler.update_weights(path, version, flush_cache=flush_cache)
-            self._post(_resolve, future, outcome)
+    async def _when_idle(self, update: Callable[[], UpdateOutcome], abort_all: bool) -> UpdateOutcome:
+        future = self._future()
 
         def enqueue() -> None:
             if abort_all:
                 self._scheduler.abort(None)
-            self._scheduler.when_idle(update)
+            self._scheduler.when_idle(lambda: self._post(_resolve, future, update()))
 
         self._commands.put(enqueue)
         outcome: UpdateOutcome = await future
         return outcome
+
+    async def init_group(self, member: GroupMember) -> UpdateOutcome:
+        """Join on the engine thread, which is where the group is used: nothing is generated meanwhile, as in SGLang."""
+
+        def join() -> UpdateOutcome:
+            if member.name in self._groups:
+                return UpdateOutcome(False, f"Failed to initialize custom process group: {member.name} exists already.")
+            try:
+                self._groups[member.name] = UpdateGroup(
+                    member.address,
+                    rank=member.rank,
+                    world_size=member.world_size,
+                    name=member.name,
+                    backend=member.backend,
+                )
+            except GroupError as error:
+                return UpdateOutcome(False, f"Failed to initialize custom process group: {error}.")
+            return UpdateOutcome(True, "Succeeded to initialize custom process group.")
+
+        return await self._call(join)
+
+    async def destroy_group(self, name: str) -> UpdateOutcome:
+        """Leave a group."""
+
+        def leave() -> UpdateOutcome:
+            group = self._groups.pop(name, None)
+            if group is None:
+                return UpdateOutcome(False, "The group to be destroyed does not exist.")
+            try:
+                group.close()
+            except GroupError as error:
+                return UpdateOutcome(False, f"Failed to destroy custom process group: {error}.")
+            return UpdateOutcome(True, "Succeeded to destroy custom process group.")
+
+        return await self._call(leave)
+
+    async def begin_update(self) -> UpdateOutcome:
+        """Open a weight update session."""
+        return await self._call(self._scheduler.begin_update)
+
+    async def end_update(self) -> UpdateOutcome:
+        """Close it."""
+        return await self._call(self._scheduler.end_update)
+
+    async def update_weights_from_group(
+        self, group: str, tensors: SequenceOf[TensorSpec], version: str | None, *, flush_cache: bool, abort_all: bool
+    ) -> UpdateOutcome:
+        """Receive on the engine thread, then replace; unless paused, after what runs is done."""
+
+        def receive() -> dict[str, torch.Tensor]:
+            member = self._groups.get(group)
+            if member is None:
+                raise GroupError(
+                    f"group {group} is not in {sorted(self._groups)}: call init_weights_update_group first"
+                )
+            found = {one.name: torch.empty(one.shape, dtype=_dtype(one.dtype)) for one in tensors}
+            member.broadcast(found.values())
+            return found
+
+        return await self._when_idle(
+            lambda: self._scheduler.take_tensors(receive, version, flush_cache=flush_cache), abort_all
+        )
+
+    async def answers(self) -> None:
+        """Returns between two steps of the engine thread."""
+        await self._call(lambda: None)
 
     async def set_weight_version(self, version: str, *, abort_all: bool) -> None:
         """Change the label from the next token on."""
@@ -189,8 +288,7 @@ class EmbeddedBackend:
 
     def load(self) -> Load:
         """Counts, without waiting for the engine thread."""
-        load = self._scheduler.load()
-        return Load(load.running, load.waiting, load.tokens, alive=self._alive())
+        return dataclasses.replace(self._scheduler.load(), alive=self._alive(), seen_at=self._seen_at)
 
     def _alive(self) -> bool:
         return self._thread.is_alive() and not self._died.done()
@@ -215,3 +313,10 @@ class EmbeddedBackend:
 def _resolve(future: asyncio.Future[Any], value: Any) -> None:
     if not future.done():
         future.set_result(value)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise GroupError(f"{name!r} is no dtype of torch")
+    return dtype

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from miles_hpc.engine.chat_tokenizer import ModelDirError
-from miles_hpc.engine.embedded.weights import WeightsError, checkpoint_names, replace_weights
+from miles_hpc.engine.embedded.weights import WeightsError, checkpoint_names, replace_weights, take_weights
 
 _COLUMN_STEP = 128
 _KEEP_COLUMNS = 512
@@ -267,3 +267,13 @@ class BatchModel:
         if {name: tensor.shape for name, tensor in fresh.state_dict().items()} != shapes:
             raise WeightsError(f"Weights of {path} do not fit the model: it is of another architecture or size.")
         self.model = fresh
+
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Serve these tensors in place of those of the same names.
+
+        Raises:
+            WeightsError: when they do not fit; the old weights stay.
+        """
+        if not self._direct:
+            raise WeightsError("This architecture is stored under other names than it is built with: send a directory.")
+        take_weights(self.model, tensors)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
+from miles_hpc.engine.embedded.collective import GroupError
 from miles_hpc.engine.embedded.model import BatchModel
 from miles_hpc.engine.embedded.sampling import Chosen, Sampler, noise_key, top_logprobs
 from miles_hpc.engine.embedded.weights import WeightsError
@@ -65,7 +66,9 @@ class Scheduler:
         self.paused = False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.generated = 0
         self._barriers: deque[Callable[[], None]] = deque()
+        self._updating = False
 
     def can_step(self) -> bool:
         """Whether a step would do something."""
@@ -74,7 +77,12 @@ class Scheduler:
     def load(self) -> Load:
         """Counts for observers; called from other threads too, so it only reads."""
         running = list(self.running)
-        return Load(len(running), len(self.waiting), sum(len(sequence.tokens) for sequence in running))
+        tokens = sum(len(sequence.tokens) for sequence in running)
+        return Load(len(running), len(self.waiting), tokens, paused=self.paused, generated=self.generated)
+
+    def find(self, rid: str) -> Sequence | None:
+        """A running or waiting request; called from other threads too, so it only reads."""
+        return next((one for one in [*self.running, *self.waiting] if one.request.rid == rid), None)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
@@ -140,23 +148,62 @@ class Scheduler:
 
     def update_weights(self, path: str, version: str | None, *, flush_cache: bool) -> UpdateOutcome:
         """Serve the weights of a directory; the old ones stay when they do not fit."""
-        if flush_cache and self.running:
-            # SGLang swaps the weights here and answers 400 with the old label; refusing first cannot confuse anyone.
-            return UpdateOutcome(
-                False,
-                f"Weights were not updated: {len(self.running)} requests are paused in place, so the cache cannot be "
-                "flushed. Retract or finish them, or send flush_cache=false.",
-            )
+        refusal = self._cannot_flush() if flush_cache else ""
+        if refusal:
+            return UpdateOutcome(False, refusal)
         try:
             self._model.replace(Path(path))
         except WeightsError as error:
             return UpdateOutcome(False, str(error))
         # Set here and not by the caller, who may have left: path and label always tell what is served.
         self.model_path = path
-        if version is not None:
-            self.weight_version = version
-        label = f" Weight version updated to {version}." if version is not None else ""
-        return UpdateOutcome(True, f"Succeeded to update model weights.{label}")
+        return UpdateOutcome(True, f"Succeeded to update model weights.{self._label(version)}")
+
+    def _cannot_flush(self) -> str:
+        # SGLang swaps the weights here and answers 400 with the old label; refusing first cannot confuse anyone.
+        if not self.running:
+            return ""
+        return (
+            f"Weights were not updated: {len(self.running)} requests are paused in place, so the cache cannot be "
+            "flushed. Retract or finish them, or send flush_cache=false."
+        )
+
+    def _label(self, version: str | None) -> str:
+        if version is None:
+            return ""
+        self.weight_version = version
+        return f" Weight version updated to {version}."
+
+    def begin_update(self) -> UpdateOutcome:
+        """Open a session, outside of which no tensors are taken."""
+        if self._updating:
+            return UpdateOutcome(False, "a weight-update session is already open; call end_weight_update() first")
+        self._updating = True
+        return UpdateOutcome(True, "Success")
+
+    def end_update(self) -> UpdateOutcome:
+        """Close the session."""
+        if not self._updating:
+            return UpdateOutcome(False, "no weight-update session is open; call begin_weight_update() first")
+        self._updating = False
+        return UpdateOutcome(True, "Success")
+
+    def take_tensors(
+        self, receive: Callable[[], dict[str, torch.Tensor]], version: str | None, *, flush_cache: bool
+    ) -> UpdateOutcome:
+        """Serve the tensors that `receive` returns; the old ones stay when it fails or they do not fit."""
+        if not self._updating:
+            return UpdateOutcome(
+                False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+            )
+        refusal = self._cannot_flush() if flush_cache else ""
+        if refusal:
+            return UpdateOutcome(False, refusal)
+        try:
+            self._model.take(receive())
+        except (GroupError, WeightsError) as error:
+            return UpdateOutcome(False, f"Failed to receive weights: {error}")
+        return UpdateOutcome(True, f"Succeeded to update parameter online.{self._label(version)}")
 
     def step(self) -> None:
         """Take in newcomers, whose first token comes from their prefill, and add a token to all that ran before."""
@@ -228,6 +275,7 @@ class Scheduler:
         if sequence.top:
             result.output_top.append(chosen.top[index])
         result.produced(1, self.weight_version)
+        self.generated += 1
         if result.first_token_at == 0.0:
             result.first_token_at = time.time()
         count = len(result.output_ids)

@@ -66,26 +66,39 @@ def replace_weights(model: torch.nn.Module, path: Path) -> None:
                     found[name] = tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file} is not readable: {error}.") from error
-    _check(targets, found, path)
+    given = {targets[name].data_ptr() for name in found.keys() & targets.keys()}
+    # Tied tensors (embedding and head) share storage; a checkpoint holds at least one of their names.
+    missing = sorted(name for name, tensor in targets.items() if tensor.data_ptr() not in given)
+    _check(targets, found, f"Weights of {path}", missing)
     with torch.no_grad():
         for name, tensor in found.items():
             targets[name].copy_(tensor)
 
 
-def _check(targets: dict[str, torch.Tensor], found: dict[str, torch.Tensor], path: Path) -> None:
+def take_weights(model: torch.nn.Module, found: dict[str, torch.Tensor]) -> None:
+    """Copy tensors into `model`, all or none; those that are not given stay.
+
+    Raises:
+        WeightsError: with the names or shapes that do not fit.
+    """
+    targets = dict(model.state_dict(keep_vars=True))
+    _check(targets, found, "Weights that were sent", [])
+    with torch.no_grad():
+        for name, tensor in found.items():
+            targets[name].copy_(tensor)
+
+
+def _check(targets: dict[str, torch.Tensor], found: dict[str, torch.Tensor], what: str, missing: list[str]) -> None:
     unexpected = sorted(found.keys() - targets.keys())
-    # Tied tensors (embedding and head) share storage; a checkpoint holds at least one of their names.
-    given = {targets[name].data_ptr() for name in found.keys() & targets.keys()}
-    missing = sorted(name for name, tensor in targets.items() if tensor.data_ptr() not in given)
     if unexpected or missing:
         raise WeightsError(
-            f"Weights of {path} do not fit the model: {_some('missing', missing)}{_some('unexpected', unexpected)}"
+            f"{what} do not fit the model: {_some('missing', missing)}{_some('unexpected', unexpected)}"
             "names must be those that are served."
         )
     for name, tensor in found.items():
         if tensor.shape != targets[name].shape:
             raise WeightsError(
-                f"Weights of {path} do not fit the model: {name} has shape {list(tensor.shape)}, "
+                f"{what} do not fit the model: {name} has shape {list(tensor.shape)}, "
                 f"expected {list(targets[name].shape)}."
             )
 

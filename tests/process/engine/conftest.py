@@ -215,3 +215,9 @@ def start() -> Iterator[Callable[..., Server]]:
 def make_model() -> Callable[..., Path]:
     """`make_model(path, seed, **config changes)` writes a tiny model directory."""
     return make_model_dir
+
+
+@pytest.fixture(scope="session")
+def server_class() -> type[Server]:
+    """The class of engine programs, for fixtures of their own."""
+    return Server

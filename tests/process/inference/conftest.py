@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from miles_hpc.config.load import write_resolved
 from miles_hpc.config.schema import Config, InferenceConfig, MakeModelConfig, ModelConfig
-from miles_hpc.specs.base import LaunchCommandContext
+from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext
+from miles_hpc.specs.engine import engine_specs
 from miles_hpc.specs.router import router_spec
 from miles_hpc.train.make_model import make_model
 from miles_hpc.wire import rendezvous, security
@@ -115,13 +117,13 @@ class Program:
 class Fleet:
     """What a test started. `heal` starts a killed program again on its old ports, as the hub and agents would."""
 
-    def __init__(self, run_dir: Path, **inference: Any) -> None:
+    def __init__(self, run_dir: Path, *, config: Config | None = None, **inference: Any) -> None:
         self.run_dir = run_dir
         model = make_model(MakeModelConfig(), 0, run_dir / "model")
-        self.config = Config(
-            model=ModelConfig(path=str(model)),
+        self.config = config or Config(
             inference=InferenceConfig(engine="fake", **({"request_timeout_s": 30.0} | inference)),
         )
+        self.config = msgspec.structs.replace(self.config, model=ModelConfig(path=str(model)))
         write_resolved(self.config, run_dir)
         self.hub = BookHub(run_dir)
         self.hub.start()
@@ -129,10 +131,24 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------- starting
     def router(self, *, ports: dict[str, int] | None = None, n: int = 1, listed: bool = True) -> Program:
-        ports = ports or {"http": free_port(), "prometheus": free_port()}
+        program = self.from_spec(router_spec(self.config), 0, ports=ports, n=n)
+        return self._listed(program, "/liveness", listed)
+
+    def real_engine(
+        self, index: int, *, ports: dict[str, int] | None = None, n: int = 1, listed: bool = True, wait: bool = True
+    ) -> Program:
+        """The engine of the config, by its spec."""
+        program = self.from_spec(engine_specs(self.config)[0], index, ports=ports, n=n)
+        return self._listed(program, "/health" if wait else "", listed)
+
+    def from_spec(
+        self, spec: CommandWorkerSpec, index: int, *, ports: dict[str, int] | None = None, n: int = 1
+    ) -> Program:
+        """One worker of a spec, started with the command and environment that a hub would order."""
+        ports = ports or {port.name: free_port() for port in spec.port_infos}
         addresses = {name: HostAndPort(HOST, port) for name, port in ports.items()}
         context = LaunchCommandContext(
-            cell_index=0,
+            cell_index=index,
             worker_index=0,
             local_gpu_ids=(),
             self_addrs=addresses,
@@ -141,9 +157,7 @@ class Fleet:
             run_dir=str(self.run_dir),
             attempt=0,
         )
-        spec = router_spec(self.config)
-        program = self._start("router-policy-00000", n, ports, spec.launch_command(context), spec.env(context))
-        return self._listed(program, "/liveness", listed)
+        return self._start(f"{spec.name}-{index:05d}", n, ports, spec.launch_command(context), spec.env(context))
 
     def engine(
         self, index: int, *, ports: dict[str, int] | None = None, n: int = 1, token_ms: float = 1.0, listed: bool = True
@@ -247,11 +261,16 @@ class Fleet:
         return str(directory)
 
     def listed_by(self, router: Program) -> set[str]:
-        return {w["url"] for w in get_json(f"{router.url}/workers")["workers"] if w["is_healthy"]}
+        return {w["url"] for w in get_json(f"{router.url}/workers", self.key)["workers"] if w["is_healthy"]}
 
     def running(self, engine: Program) -> int:
         """Requests that an engine runs at this moment."""
-        return int(get_json(f"{engine.url}/v1/loads")["loads"][0]["num_running_reqs"])
+        return int(get_json(f"{engine.url}/v1/loads", self.key)["loads"][0]["num_running_reqs"])
+
+    @property
+    def key(self) -> str:
+        """The run's HTTP key."""
+        return security.load_http_key(self.run_dir, 0)
 
     def stop(self) -> None:
         for program in self.programs:
@@ -264,8 +283,9 @@ class Fleet:
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def get_json(url: str) -> Any:
-    with _direct.open(url, timeout=5) as answer:
+def get_json(url: str, key: str = "") -> Any:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with _direct.open(urllib.request.Request(url, headers=headers), timeout=5) as answer:
         return json.loads(answer.read())
 
 

@@ -75,7 +75,7 @@ CONFLICTS = [
     (
         ["inference.engine=sglang", "runtimes.trainer.env.NCCL_ALGO=Ring"],
         ("runtimes.trainer.env.NCCL_ALGO", "runtimes.engine.env.NCCL_ALGO"),
-        "both the same value",
+        "one value",
     ),
     (
         ["inference.router_policy=manual"],

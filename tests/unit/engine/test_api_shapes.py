@@ -108,7 +108,7 @@ def test_a_given_rid_comes_back_as_id_and_seeds_are_accepted(model_dir: Path) ->
         ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in (0, 1]"),
         ({"input_ids": [1], "sampling_params": {"regex": "a"}}, "regex is not supported"),
         ({"input_ids": [1], "sampling_params": {"presence_penalty": 0.5}}, "leave it at 0"),
-        ({"input_ids": [1], "stream": True}, "stream is not supported"),
+        ({"input_ids": [[1], [2]], "stream": True}, "stream is for one sequence"),
         ({"text": "a", "rid": ["x"], "sampling_params": {"n": 0}}, "n must be an integer of at least 1"),
         ([], "must be a JSON object"),
     ],

@@ -1,0 +1,52 @@
+"""The routes of a weight update that a trainer broadcasts: group, session, tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from miles_hpc.engine.requests import BadRequestError, GroupMember, TensorSpec
+
+
+def group_member(body: Mapping[str, Any]) -> GroupMember:
+    """The body of `/init_weights_update_group`; the embedded engine is one rank, the offset's."""
+    address, port = _text(body, "master_address"), _number(body, "master_port")
+    backend = body.get("backend", "nccl")
+    if backend != "gloo":
+        raise BadRequestError(f"backend must be gloo on a CPU, got {backend!r}.")
+    rank, world_size = _number(body, "rank_offset"), _number(body, "world_size")
+    if not 0 < rank < world_size:
+        raise BadRequestError(f"rank_offset {rank} does not lie in 1..{world_size - 1}.")
+    host = f"[{address}]" if ":" in address else address
+    return GroupMember(_text(body, "group_name"), f"{host}:{port}", rank, world_size, backend)
+
+
+def group_name(body: Mapping[str, Any]) -> str:
+    """The group that a body names; SGLang's default otherwise."""
+    return str(body.get("group_name") or "weight_update_group")
+
+
+def tensor_specs(body: Mapping[str, Any]) -> list[TensorSpec]:
+    """The tensors that a body of `/update_weights_from_distributed` announces."""
+    parts = [body.get(key) for key in ("names", "dtypes", "shapes")]
+    names, dtypes, shapes = (part if isinstance(part, list) else [] for part in parts)
+    if not names or not len(names) == len(dtypes) == len(shapes):
+        raise BadRequestError("names, dtypes and shapes must be lists of one length.")
+    return [
+        TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]
+
+
+def _text(body: Mapping[str, Any], key: str) -> str:
+    value = body.get(key)
+    if not isinstance(value, str) or not value:
+        raise BadRequestError(f"{key} must be a text, got {value!r}.")
+    return value
+
+
+def _number(body: Mapping[str, Any], key: str) -> int:
+    value = body.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadRequestError(f"{key} must be an integer, got {value!r}.")
+    return value

@@ -1,0 +1,510 @@
+"""What we rely on of an engine, as tests over a fixture `engine` (a Subject). They run against the real SGLang in the
+sglang layer and against the embedded engine in the process layer; what differs on purpose stands in the layers' own
+files."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+PROMPT = [10, 20, 30, 40, 50]
+LONG = 600
+"""Tokens of a request that is still running when something happens to it."""
+
+
+class Subject:
+    """An engine under test: its address, its key, and two model directories of one shape."""
+
+    def __init__(self, url: str, models: list[Path], key: str = "") -> None:
+        self.url, self.models, self.key = url, models, key
+        self.expected: dict[int, list[int]] = {}
+        """Model -> its greedy tokens after PROMPT."""
+
+    def run(self, body: Callable[[Talk], Awaitable[Any]], timeout_s: float = 120.0) -> Any:
+        """Run a coroutine function with a client; afterwards the engine is continued, empty, on model 0 as `v0`."""
+
+        async def main() -> Any:
+            headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+            async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http:
+                talk = Talk(http, self)
+                await talk.reset()
+                if not self.expected:
+                    for index in (1, 0):
+                        await talk.load(index, f"v{index}")
+                        self.expected[index] = (await talk.generate(PROMPT, 24))["output_ids"]
+                try:
+                    return await asyncio.wait_for(body(talk), timeout_s)
+                finally:
+                    await talk.reset()
+
+        return asyncio.run(main())
+
+
+class Talk:
+    """JSON calls to one engine."""
+
+    def __init__(self, http: aiohttp.ClientSession, subject: Subject) -> None:
+        self.http, self.subject = http, subject
+
+    async def post(self, path: str, body: Any = None, *, status: int = 200) -> Any:
+        async with self.http.post(self.subject.url + path, json={} if body is None else body) as answer:
+            text = await answer.text()
+            assert answer.status == status, f"{path}: {answer.status} {text[:500]}"
+            return json.loads(text) if answer.content_type == "application/json" else text
+
+    async def get(self, path: str, *, status: int = 200) -> Any:
+        async with self.http.get(self.subject.url + path) as answer:
+            text = await answer.text()
+            assert answer.status == status, f"{path}: {answer.status} {text[:500]}"
+            return json.loads(text) if answer.content_type == "application/json" else text
+
+    def body(self, ids: list[int], tokens: int, **more: Any) -> dict[str, Any]:
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **more.pop("sampling", {})}
+        return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, **more}
+
+    async def generate(self, ids: list[int], tokens: int, **more: Any) -> Any:
+        return await self.post("/generate", self.body(ids, tokens, **more))
+
+    def begin(self, ids: list[int] = PROMPT, tokens: int = LONG, **more: Any) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self.generate(ids, tokens, **more))
+
+    async def running(self, count: int = 1, tokens: int = 30) -> None:
+        """Until that many requests run and hold that many tokens."""
+        await self.until(lambda load: load["num_running_reqs"] >= count and load["num_used_tokens"] >= tokens)
+
+    async def load_now(self) -> dict[str, Any]:
+        return (await self.get("/v1/loads"))["loads"][0]
+
+    async def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30.0) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while not condition(load := await self.load_now()):
+            assert time.monotonic() < deadline, f"not within {timeout_s} s, last seen {load}"
+            await asyncio.sleep(0.01)
+        return load
+
+    async def load(self, index: int, version: str | None, *, status: int = 200, **more: Any) -> Any:
+        version_part = {} if version is None else {"weight_version": version}
+        body = {"model_path": str(self.subject.models[index]), **version_part, **more}
+        return await self.post("/update_weights_from_disk", body, status=status)
+
+    async def version(self) -> str:
+        return str((await self.get("/model_info"))["weight_version"])
+
+    async def reset(self) -> None:
+        await self.post("/continue_generation")
+        await self.post("/abort_request", {"abort_all": True})
+        await self.until(lambda load: load["num_running_reqs"] + load["num_waiting_reqs"] == 0)
+        await self.load(0, "v0")
+
+
+def spans(answer: Any) -> list[tuple[str, int, int]]:
+    return [(s["version"], s["start"], s["end"]) for s in answer["meta_info"]["weight_versions"]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --------------------------------------------------------------------------------------------------- generation
+def test_ids_log_probs_and_spans_of_an_answer_fit_together(engine):
+    async def body(talk):
+        answer = await talk.generate(PROMPT, 16)
+        ids = answer["output_ids"]
+        assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == ids
+        assert all(logprob <= 0 for logprob, _, _ in answer["meta_info"]["output_token_logprobs"])
+        assert spans(answer) == [("v0", 0, len(ids))]
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 16}
+        assert (answer["meta_info"]["prompt_tokens"], answer["meta_info"]["completion_tokens"]) == (len(PROMPT), 16)
+
+    engine.run(body)
+
+
+def test_greedy_tokens_are_equal_alone_among_others_and_in_a_batch(engine):
+    async def body(talk):
+        prompts = [[*PROMPT, extra] for extra in range(60, 68)]
+        alone = [(await talk.generate(ids, 24))["output_ids"] for ids in prompts]
+        together = await asyncio.gather(*(talk.generate(ids, 24) for ids in prompts))
+        assert [one["output_ids"] for one in together] == alone
+        batch = await talk.post("/generate", talk.body(prompts, 24))
+        assert [one["output_ids"] for one in batch] == alone
+
+    engine.run(body)
+
+
+def test_a_drawn_stop_token_is_the_last_output_id_and_is_named(engine):
+    async def body(talk):
+        stop = engine.expected[0][3]
+        answer = await talk.generate(PROMPT, 24, sampling={"stop_token_ids": [stop], "ignore_eos": False})
+        first = engine.expected[0].index(stop)
+        assert answer["output_ids"] == engine.expected[0][: first + 1]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+    engine.run(body)
+
+
+def test_a_stream_is_cumulative_ends_with_the_whole_answer_and_done(engine):
+    async def body(talk):
+        async with talk.http.post(engine.url + "/generate", json={**talk.body(PROMPT, 300), "stream": True}) as answer:
+            assert answer.content_type == "text/event-stream"
+            lines = [line async for line in answer.content]
+        events = [line.decode().removeprefix("data: ").strip() for line in lines if line.startswith(b"data: ")]
+        assert events[-1] == "[DONE]"
+        parts = [json.loads(event) for event in events[:-1]]
+        for earlier, later in itertools.pairwise(parts):
+            assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+            assert earlier["meta_info"]["finish_reason"] is None
+        whole = await talk.generate(PROMPT, 300)
+        assert parts[-1]["output_ids"] == whole["output_ids"]
+        assert parts[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
+        assert spans(parts[-1]) == [("v0", 0, 300)]
+        assert len(parts[-1]["meta_info"]["output_token_logprobs"]) == 300
+
+    engine.run(body)
+
+
+def test_what_is_wrong_with_a_request_is_a_400_with_a_message(engine):
+    async def body(talk):
+        for bad in ({"sampling_params": {}}, talk.body(PROMPT, 5000), talk.body([], 5)):
+            answer = await talk.post("/generate", bad, status=400)
+            assert answer["error"]["message"]
+        await talk.generate(PROMPT, 4)
+
+    engine.run(body)
+
+
+def test_a_request_is_aborted_by_its_rid_and_answers_200_with_what_it_has(engine):
+    async def body(talk):
+        aborted, other = talk.begin(rid="one"), talk.begin([*PROMPT, 9], rid="two")
+        await talk.running(2)
+        await talk.post("/abort_request", {"rid": "one"})
+        answer = await aborted
+        assert answer["meta_info"]["id"] == "one"
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(answer["output_ids"]) < LONG
+        await talk.post("/abort_request", {"abort_all": True})
+        assert (await other)["meta_info"]["finish_reason"]["type"] == "abort"
+
+    engine.run(body)
+
+
+def test_a_client_that_leaves_frees_its_place(engine):
+    async def body(talk):
+        leaving = talk.begin()
+        await talk.running()
+        leaving.cancel()
+        with suppress(asyncio.CancelledError):
+            await leaving
+        await talk.until(lambda load: load["num_running_reqs"] == 0)
+
+    engine.run(body)
+
+
+def test_chat_takes_exact_tokens_and_gives_them(engine):
+    async def body(talk):
+        request = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "not used"}],
+            "input_ids": PROMPT,
+            "max_tokens": 12,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": True,
+            "return_token_ids": True,
+            "return_prompt_token_ids": True,
+            "return_meta_info": True,
+        }
+        choice = (await talk.post("/v1/chat/completions", request))["choices"][0]
+        assert choice["prompt_token_ids"] == PROMPT
+        assert choice["response_token_ids"] == engine.expected[0][:12]
+        assert choice["meta_info"]["weight_versions"] == [{"version": "v0", "start": 0, "end": 12}]
+        assert len(choice["logprobs"]["content"]) == 12
+
+    engine.run(body)
+
+
+# ------------------------------------------------------------------------------------------------ pause and health
+def test_a_paused_engine_is_healthy_not_ready_and_new_requests_wait(engine):
+    async def body(talk):
+        await talk.post("/pause_generation", {"mode": "retract"})
+        before = time.monotonic()
+        await talk.get("/health")
+        await talk.get("/model_info")
+        await talk.get("/server_info")
+        assert time.monotonic() - before < 10
+        await talk.get("/ready", status=503)
+        waiting = talk.begin(PROMPT, 8)
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await talk.post("/continue_generation")
+        assert (await waiting)["output_ids"] == engine.expected[0][:8]
+        await talk.get("/ready")
+
+    engine.run(body)
+
+
+def test_the_time_stamp_of_the_loads_moves_unless_paused(engine):
+    async def body(talk):
+        first = (await talk.load_now())["timestamp"]
+        await talk.until(lambda load: load["timestamp"] > first, 10)
+        busy = talk.begin()
+        await talk.running()
+        first = (await talk.load_now())["timestamp"]
+        await talk.until(lambda load: load["timestamp"] > first, 10)
+        await talk.post("/pause_generation", {"mode": "in_place"})
+        await asyncio.sleep(1.5)  # a look that was on its way
+        first = (await talk.load_now())["timestamp"]
+        await asyncio.sleep(3)
+        assert (await talk.load_now())["timestamp"] == first
+        await talk.post("/abort_request", {"abort_all": True})
+        await talk.post("/continue_generation")
+        await busy
+
+    engine.run(body)
+
+
+def test_metrics_name_running_requests_and_generated_tokens(engine):
+    async def body(talk):
+        await talk.generate(PROMPT, 8)
+        text = await talk.get("/metrics")
+        assert "sglang:num_running_reqs{" in text and "sglang:generation_tokens_total{" in text
+
+    engine.run(body)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_paused_requests_go_on_where_they_were(engine, mode):
+    async def body(talk):
+        whole = (await talk.generate(PROMPT, 200))["output_ids"]
+        one = talk.begin(PROMPT, 200)
+        await talk.running()
+        await talk.post("/pause_generation", {"mode": mode})
+        await asyncio.sleep(0.3)
+        assert not one.done()
+        await talk.post("/continue_generation")
+        answer = await one
+        assert answer["output_ids"] == whole
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+
+    engine.run(body)
+
+
+def test_a_pause_in_mode_abort_ends_what_runs(engine):
+    async def body(talk):
+        one = talk.begin()
+        await talk.running()
+        await talk.post("/pause_generation", {"mode": "abort"})
+        assert (await one)["meta_info"]["finish_reason"]["type"] == "abort"
+
+    engine.run(body)
+
+
+# ---------------------------------------------------------------------------------------------------- new weights
+def test_new_weights_from_disk_give_their_tokens_label_and_path(engine):
+    async def body(talk):
+        answer = await talk.load(1, "v1")
+        assert answer["success"] is True
+        info = await talk.get("/model_info")
+        assert (info["weight_version"], info["model_path"]) == ("v1", str(engine.models[1]))
+        answer = await talk.generate(PROMPT, 24)
+        assert answer["output_ids"] == engine.expected[1] != engine.expected[0]
+        assert spans(answer) == [("v1", 0, 24)]
+
+    engine.run(body)
+
+
+def test_an_update_that_names_no_version_leaves_the_old_label(engine):
+    async def body(talk):
+        await talk.load(1, None)
+        assert await talk.version() == "v0"
+        assert (await talk.generate(PROMPT, 24))["output_ids"] == engine.expected[1]
+
+    engine.run(body)
+
+
+def test_a_path_without_weights_is_a_400_and_the_old_ones_keep_serving(engine):
+    async def body(talk):
+        bad = {"model_path": "/nowhere/at/all", "weight_version": "v9"}
+        answer = await talk.post("/update_weights_from_disk", bad, status=400)
+        assert answer["success"] is False and answer["message"]
+        assert await talk.version() == "v0"
+        assert (await talk.generate(PROMPT, 24))["output_ids"] == engine.expected[0]
+
+    engine.run(body)
+
+
+def test_retract_update_continue_shows_both_versions_and_a_new_request_only_the_new(engine):
+    async def body(talk):
+        one = talk.begin()
+        await talk.running()
+        await talk.post("/pause_generation", {"mode": "retract"})
+        await talk.load(1, "v1")
+        await talk.post("/continue_generation")
+        new = await talk.generate(PROMPT, 24)
+        assert (new["output_ids"], spans(new)) == (engine.expected[1], [("v1", 0, 24)])
+        answer = await one
+        (old_version, start, swap), (new_version, again, end) = spans(answer)
+        assert (old_version, start, new_version, end) == ("v0", 0, "v1", LONG) and 0 < swap == again < LONG
+        assert answer["meta_info"]["num_retractions"] == 1
+
+    engine.run(body)
+
+
+def test_in_place_without_flush_shows_both_versions(engine):
+    async def body(talk):
+        one = talk.begin()
+        await talk.running()
+        await talk.post("/pause_generation", {"mode": "in_place"})
+        await talk.load(1, "v1", flush_cache=False)
+        await talk.post("/continue_generation")
+        answer = await one
+        assert [version for version, _, _ in spans(answer)] == ["v0", "v1"]
+        assert spans(answer)[-1][2] == LONG
+
+    engine.run(body)
+
+
+def test_in_place_with_a_flush_is_a_400(engine):
+    async def body(talk):
+        one = talk.begin()
+        await talk.running()
+        await talk.post("/pause_generation", {"mode": "in_place"})
+        answer = await talk.load(1, "v1", status=400)
+        assert answer["success"] is False
+        assert await talk.version() == "v0"
+        await talk.post("/abort_request", {"abort_all": True})
+        await talk.post("/continue_generation")
+        await one
+
+    engine.run(body)
+
+
+def test_the_cache_is_flushed_when_requests_are_retracted_and_refused_when_they_are_live(engine):
+    async def body(talk):
+        one = talk.begin()
+        await talk.running()
+        await talk.post("/flush_cache", status=400)
+        await talk.post("/pause_generation", {"mode": "in_place"})
+        await talk.post("/flush_cache", status=400)
+        await talk.post("/continue_generation")
+        await talk.post("/pause_generation", {"mode": "retract"})
+        await talk.post("/flush_cache")
+        await talk.post("/continue_generation")
+        await talk.post("/abort_request", {"abort_all": True})
+        await one
+
+    engine.run(body)
+
+
+def test_a_label_alone_changes_without_harm_only_when_abort_all_requests_is_false(engine):
+    async def body(talk):
+        one = talk.begin()
+        await talk.running()
+        await talk.post("/update_weight_version", {"new_version": "v5", "abort_all_requests": False})
+        assert await talk.version() == "v5" and not one.done()
+        await talk.post("/update_weight_version", {"new_version": "v6"})
+        assert (await one)["meta_info"]["finish_reason"]["type"] == "abort"
+
+    engine.run(body)
+
+
+# --------------------------------------------------------------------------------------- weights that are broadcast
+def tensors_of(model: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(str(model / "model.safetensors"))
+
+
+class Sender(threading.Thread):
+    """Rank 0 of a group: joins, then broadcasts when told."""
+
+    def __init__(self, port: int, tensors: dict[str, Any], name: str, ranks: int = 1) -> None:
+        super().__init__(daemon=True)
+        self._args = (port, tensors, name, ranks)
+        self.go = threading.Event()
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        from miles_hpc.engine.embedded.collective import UpdateGroup
+
+        port, tensors, name, ranks = self._args
+        try:
+            group = UpdateGroup(f"127.0.0.1:{port}", rank=0, world_size=1 + ranks, name=name, timeout_s=60)
+            assert self.go.wait(60)
+            group.broadcast(tensors.values())
+            group.close()
+        except BaseException as error:
+            self.error = error
+
+
+def announced(tensors: dict[str, Any], name: str, version: str) -> dict[str, Any]:
+    return {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": name,
+        "weight_version": version,
+    }
+
+
+def join(port: int, name: str) -> dict[str, Any]:
+    return {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": name,
+        "backend": "gloo",
+    }
+
+
+def test_broadcast_weights_give_their_tokens_and_label_with_requests_retracted(engine):
+    async def body(talk):
+        tensors, port, name = tensors_of(engine.models[1]), free_port(), f"g{time.monotonic_ns()}"
+        one = talk.begin()
+        await talk.running()
+        await talk.post("/pause_generation", {"mode": "retract"})
+        sender = Sender(port, tensors, name)
+        await talk.post("/init_weights_update_group", join(port, name))
+        await talk.post("/begin_weight_update")
+        sender.go.set()
+        answer = await talk.post("/update_weights_from_distributed", announced(tensors, name, "v1"))
+        assert answer["success"] is True
+        await talk.post("/end_weight_update")
+        await talk.post("/destroy_weights_update_group", {"group_name": name})
+        sender.join(30)
+        assert sender.error is None
+        assert await talk.version() == "v1"
+        await talk.post("/continue_generation")
+        assert [version for version, _, _ in spans(await one)] == ["v0", "v1"]
+        assert (await talk.generate(PROMPT, 24))["output_ids"] == engine.expected[1]
+
+    engine.run(body)
+
+
+def test_tensors_are_taken_inside_a_session_only_and_sessions_do_not_nest(engine):
+    async def body(talk):
+        tensors = tensors_of(engine.models[1])
+        await talk.post("/update_weights_from_distributed", announced(tensors, "none", "v1"), status=400)
+        await talk.post("/end_weight_update", status=400)
+        await talk.post("/begin_weight_update")
+        await talk.post("/begin_weight_update", status=400)
+        await talk.post("/update_weights_from_distributed", announced(tensors, "none", "v1"), status=400)
+        await talk.post("/end_weight_update")
+        assert await talk.version() == "v0"
+        assert (await talk.generate(PROMPT, 24))["output_ids"] == engine.expected[0]
+
+    engine.run(body)
