@@ -22,10 +22,13 @@ def _main(argv: list[str]) -> int:
     from miles_hpc.agent.procfs import die_with_parent
 
     os.setsid()
-    # Slurm signals every process of a step: USR1/USR2 would kill a third-party program before any drain. SIG_IGN
-    # survives exec. Python itself ignores SIGPIPE and SIGXFSZ; a program expects the defaults.
+    # Slurm signals every process of a step: USR1/USR2 would kill a third-party program before any drain, TERM one of
+    # ours. SIG_IGN survives exec. Python itself ignores SIGPIPE and SIGXFSZ; a program expects the defaults.
+    unwanted = {signal.SIGUSR1, signal.SIGUSR2}
+    if "MILES_HPC_STOP_SIGNAL" in os.environ:
+        unwanted |= {signal.SIGTERM, signal.SIGINT}
     for name in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        ignored = name in (signal.SIGUSR1, signal.SIGUSR2)
+        ignored = name in unwanted
         try:
             signal.signal(name, signal.SIG_IGN if ignored else signal.SIG_DFL)
         except (OSError, ValueError):

@@ -9,18 +9,20 @@ Nothing here blocks: the agent calls `reap` on SIGCHLD and `advance` when `next_
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from miles_hpc.agent import procfs
 from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.program import STOP_SIGNAL
 
 Cause = Literal["exited", "stopped", "probe_failed", "start_deadline", "spawn_failed", "stopped_by_slurm"]
 
@@ -34,6 +36,8 @@ OVERDUE_EVERY = 10.0
 """Seconds after SIGKILL, and between two mentions, of a worker that does not die (it hangs in the kernel)."""
 PORT_PATIENCE = 2.0
 """Seconds to wait for the ports of a worker that has no process left."""
+OWN_STOP_SIGNAL = signal.SIGHUP
+"""Stops our own programs. Nobody else sends it, while Slurm sends SIGTERM to every process of a step."""
 SHIM = str(Path(__file__).with_name("spawn_shim.py"))
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -69,6 +73,7 @@ class Worker:
     start: int
     stop_grace: float
     ports_free: Callable[[], str]
+    stop_signal: signal.Signals
     known: dict[int, int] = field(default_factory=dict)
     """pid -> start time of every living process that was seen to belong to it."""
     status: int | None = None
@@ -130,6 +135,10 @@ class Supervisor:
             raise SpawnError(f"{name} of generation {self.workers[name].generation} is not stopped yet")
         mark = f"{self.mark_prefix}{name}/g{generation}"
         full_env = {**env, procfs.MARK: mark, procfs.RUN_DIR: self.run_dir, "SPT_NOENV": "1"}
+        stop_signal = signal.SIGTERM
+        if is_own_program(argv):
+            stop_signal = OWN_STOP_SIGNAL
+            full_env[STOP_SIGNAL] = stop_signal.name
         command = [sys.executable, "-I", "-S", SHIM, str(self._pid), str(int(signal.SIGKILL)), PACKAGE_ROOT, *argv]
         try:
             log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,15 +157,15 @@ class Supervisor:
             raise SpawnError(f"cannot start {argv[0]!r} with its log in {log_path}: {error}") from error
         # None only if it is dead already; then nothing can be confused with it, since it is not reaped yet.
         start = procfs.start_time(pid) or 0
-        worker = Worker(name, generation, mark, pid, start, stop_grace, ports_free, known={pid: start})
+        worker = Worker(name, generation, mark, pid, start, stop_grace, ports_free, stop_signal, known={pid: start})
         self.workers[name] = worker
         return worker
 
     def stop(self, name: str, cause: Cause = "stopped", text: str = "", *, grace: float | None = None) -> None:
-        """Begin to stop a worker: TERM to its group now, KILL to all of it after `grace` (default: its stop_grace).
+        """Begin to stop a worker: its stop signal to its group now, KILL to all of it after `grace` (default: its own).
 
-        With a grace of 0 there is no TERM, so that it cannot do anything more. A later call can only shorten the grace;
-        the first cause stands.
+        With a grace of 0 there is only KILL, so that it cannot do anything more. A later call can only shorten the
+        grace; the first cause stands.
         """
         worker = self.workers[name]
         now = self._clock()
@@ -169,7 +178,7 @@ class Supervisor:
                 worker.cause, worker.text = cause, text
                 if kill_at > now:
                     # Its first process is not reaped, so the number of its group cannot belong to anyone else.
-                    _signal_group(worker.pid, signal.SIGTERM)
+                    _signal_group(worker.pid, worker.stop_signal)
         worker.check_at = now
 
     def _begin(self, worker: Worker, kill_at: float, now: float) -> None:
@@ -326,6 +335,11 @@ class Supervisor:
         table = procfs.snapshot()
         mine = {process.pid for processes in self.observe().values() for process in processes}
         return [process for process in procfs.descendants(table, self._pid) if process.pid not in mine]
+
+
+def is_own_program(argv: Sequence[str]) -> bool:
+    """Whether a command line starts a program of this package."""
+    return any(flag == "-m" and module.startswith("miles_hpc.") for flag, module in itertools.pairwise(argv))
 
 
 def _signal_group(group: int, signum: int) -> None:

@@ -36,6 +36,7 @@ from miles_hpc.hub.site import Site, SiteSeen, SiteWatch
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import FileWriter
 from miles_hpc.wire.messages import DumpReply, EventsReply
+from miles_hpc.wire.program import stop_signals
 from miles_hpc.wire.socket_options import milliseconds
 from miles_hpc.wire.sockets import HubSocket
 
@@ -109,7 +110,7 @@ class HubServer:
     def run(self) -> None:
         """Serve until every agent has left after the verdict. The caller closes the socket."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         poller = zmq.Poller()
         poller.register(self._socket.socket, zmq.POLLIN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 
 from miles_hpc.config.load import read_resolved
 from miles_hpc.config.schema import Config
@@ -14,7 +13,7 @@ from miles_hpc.inference.windows import RPC_PORT
 from miles_hpc.specs.engine import total_engines
 from miles_hpc.specs.router import asks_for_key
 from miles_hpc.wire.client import HubClient
-from miles_hpc.wire.program import setup_logging
+from miles_hpc.wire.program import setup_logging, stop_signals
 from miles_hpc.wire.rpc import RpcServer
 from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.worker_env import WorkerEnv
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 async def control(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     """Serve until a signal, or until a part ends with an error, which is raised."""
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     settings = config.inference
     key = load_http_key(env.run_dir, env.attempt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from pathlib import Path
 
 from aiohttp import web
@@ -18,7 +17,7 @@ from miles_hpc.inference.service import router_url_in
 from miles_hpc.session.requests import ChatDefaults
 from miles_hpc.session.server import SessionServer
 from miles_hpc.wire.client import HubClient
-from miles_hpc.wire.program import setup_logging
+from miles_hpc.wire.program import setup_logging, stop_signals
 from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.worker_env import WorkerEnv
 
@@ -42,7 +41,7 @@ def defaults_of(config: Config, tokenizer: ChatTokenizer) -> ChatDefaults:
 async def serve(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tokenizer = ChatTokenizer(Path(config.model.path), config.model.chat_template)
     async with open_http(load_http_key(env.run_dir, env.attempt)) as http:
