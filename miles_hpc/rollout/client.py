@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from miles_hpc.transport.carriers import Carrier, ParcelRef
 from miles_hpc.wire.address import HostAndPort
 
 if TYPE_CHECKING:
@@ -136,18 +137,23 @@ class BatchReader:
         hub: the rank's hub client.
         incarnation: of the driver's `open` commit; the driver says it to the ranks, and a lower one is refused. May be
             set later by assigning `incarnation`.
+        carrier: see `Inbox`.
     """
 
-    def __init__(self, hub: HubClient, incarnation: int = 0) -> None:
+    def __init__(self, hub: HubClient, incarnation: int = 0, *, carrier: Carrier = "auto") -> None:
+        from miles_hpc.transport.carriers import Inbox
         from miles_hpc.wire.rpc import SyncRpcClient
 
+        self._inbox = Inbox(carrier)
+        self._fetched: dict[tuple[int, int], ParcelRef] = {}
         self._rpc = SyncRpcClient(lambda: executor_address(hub), hub.env.run_dir, hub.env.attempt)
         self.incarnation = incarnation
 
     def get(self, rollout_id: int, dp_rank: int, dp_size: int, timeout_s: float = 600.0) -> TrainBatch:
-        """This rank's shard of a rollout. The same shard is returned until it is acknowledged.
+        """This rank's shard of a rollout. The same shard is returned until it is acknowledged, and is valid until then.
 
         Raises:
+            BulkError: the shard is on another node and did not come; see `transport.bulk`.
             RpcRemoteError: `UnknownRollout` when no such rollout was finished in `timeout_s`, `StaleIncarnation`, or
                 `UnevenSplit` when the batch does not divide by `dp_size`.
             RpcTimeout, RpcUnreachable: no answer at all.
@@ -161,13 +167,22 @@ class BatchReader:
             "dp_size": dp_size,
             "timeout_s": timeout_s,
         }
-        _, frames = self._rpc.call_frames("get", params, timeout_s=timeout_s + _ANSWER_MARGIN_S)
-        return TrainBatch.from_frames(frames)
+        answer, frames = self._rpc.call_frames("get", params, timeout_s=timeout_s + _ANSWER_MARGIN_S)
+        if frames:
+            return TrainBatch.from_parcel(frames[0])
+        ref = msgspec.convert(answer, ParcelRef)
+        self._fetched[rollout_id, dp_rank] = ref
+        return TrainBatch.from_parcel(self._inbox.fetch(ref, timeout_s))
 
     def ack(self, rollout_id: int, dp_rank: int, timeout_s: float = 60.0) -> None:
         """The shard is used up; the executor may free it. May be sent again."""
         params = {"incarnation": self.incarnation, "rollout_id": rollout_id, "dp_rank": dp_rank}
         self._rpc.call("ack", params, timeout_s=timeout_s)
+        ref = self._fetched.pop((rollout_id, dp_rank), None)
+        if ref is not None:
+            self._inbox.release(ref)
 
     def close(self) -> None:
+        """Close the connections."""
+        self._inbox.close()
         self._rpc.close()

@@ -1,47 +1,45 @@
-"""Finished groups to what trainers consume: advantages, and one shard per rank."""
+"""Finished groups to what trainers consume: advantages, and one shard for each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from miles_hpc.config.schema import TrainConfig
+from miles_hpc.rollout.split import RankShare, UnevenSplit, split_samples
 from miles_hpc.transport.batch import RolloutBatch
-from miles_hpc.transport.columns import (
-    Array,
-    Buffer,
-    SchemaError,
-    decode_columns,
-    encode_columns,
-    flat_index,
-    offsets_of,
-)
+from miles_hpc.transport.columns import Array, Buffer, SchemaError, offsets_of
+from miles_hpc.transport.parcel import Packing, read_parcel
+
+__all__ = ["TrainBatch", "TrainData", "UnevenSplit", "advantages_of", "group_rewards"]
 
 KIND = "train_batch"
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "logprobs")
-_SAMPLE_COLUMNS = ("advantages", "rewards", "group_index", "sample_index", "status")
+_SAMPLE_COLUMNS = ("advantages", "rewards", "group_index", "sample_index", "prompt_index", "status", "oldest_version")
+_META = ("rollout_id", "weight_version", "dp_rank", "dp_size", "total_samples", "total_response_tokens", "padding")
 _EPSILON = 1e-6
-
-
-class UnevenSplit(ValueError):
-    """The samples of a rollout do not divide by the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
-    """A rollout, or one rank's shard of it: `n` samples with `t` tokens. Arrays are read-only views."""
+    """One rank's shard of a rollout: `n` samples with `t` tokens. Arrays are read-only views, valid until the shard is
+    acknowledged: their memory is used again."""
 
     rollout_id: int
     weight_version: int
-    """Version that was current when the rollout was dispatched."""
+    """Version that was current when the rollout was asked for."""
     dp_rank: int = 0
     dp_size: int = 1
     total_samples: int
-    """Samples of all ranks."""
+    """Samples of all ranks, without padding."""
     total_response_tokens: int
     """Tokens with mask 1 of all ranks, for a loss that is a mean over tokens."""
+    padding: int = 0
+    """So many of the last samples (before micro-batches were packed) are repeats, with mask and advantage 0."""
     token_ids: Array
     """`[t] int32`: prompt and response of each sample."""
     offsets: Array
@@ -53,121 +51,193 @@ class TrainBatch:
     advantages: Array
     """`[n] float32`."""
     rewards: Array
-    """`[n] float32`."""
+    """`[n] float32`, as the reward function gave them."""
     group_index: Array
     """`[n] int64`: place of the sample's group in the rollout's sorted groups."""
     sample_index: Array
-    """`[n] int64`: which sample of its group."""
+    """`[n] int64`: which generation of its group; samples of one generation share it."""
+    prompt_index: Array
+    """`[n] int64`: row of the data set."""
     status: Array
     """`[n] uint8`: index into `transport.batch.STATUSES`."""
+    oldest_version: Array
+    """`[n] int64`: lowest weight version that generated one of its tokens; -1 where none is known."""
+    micro_batches: Array
+    """`[k + 1] int64`: samples of micro-batch i; see `split.RankShare`."""
+    extra: Mapping[str, Array] = field(default_factory=dict)
+    """Name -> `[t, ...]`: further per-token arrays."""
 
     def __len__(self) -> int:
         """Samples."""
         return len(self.offsets) - 1
 
-    def split(self, rank: int, size: int) -> TrainBatch:
-        """Samples rank, rank + size, …: equally many for every rank, without a loop over samples.
-
-        Raises:
-            UnevenSplit: they do not divide.
-        """
-        if not 0 <= rank < size:
-            raise UnevenSplit(f"dp_rank {rank} is outside 0..{size - 1}")
-        if len(self) % size:
-            raise UnevenSplit(
-                f"{len(self)} samples (rollout.batch_size x rollout.samples_per_prompt) do not divide by {size} ranks "
-                f"(train.ranks): set rollout.batch_size to a multiple"
-            )
-        rows = np.arange(rank, len(self), size, dtype=np.int64)
-        tokens = flat_index(self.offsets, rows)
-        return replace(
-            self,
-            dp_rank=rank,
-            dp_size=size,
-            offsets=offsets_of(np.diff(self.offsets)[rows]),
-            **{name: getattr(self, name)[tokens] for name in _TOKEN_COLUMNS},
-            **{name: getattr(self, name)[rows] for name in _SAMPLE_COLUMNS},
-        )
-
-    def to_frames(self) -> list[Buffer]:
-        """Header frame and one frame per column, which views the array."""
-        names = ("offsets", *_TOKEN_COLUMNS, *_SAMPLE_COLUMNS)
-        meta = {name: getattr(self, name) for name in _META}
-        return encode_columns(KIND, {name: getattr(self, name) for name in names}, meta)
-
     @classmethod
-    def from_frames(cls, frames: Sequence[Buffer]) -> TrainBatch:
-        """A batch whose arrays are read-only views of the frames.
+    def from_parcel(cls, memory: Buffer) -> TrainBatch:
+        """A batch whose arrays are read-only views of the parcel.
 
         Raises:
-            SchemaError: the frames hold something else.
+            SchemaError: the memory holds something else.
         """
-        columns, meta = decode_columns(KIND, frames)
-        names = ("offsets", *_TOKEN_COLUMNS, *_SAMPLE_COLUMNS)
+        columns, meta = read_parcel(KIND, memory)
+        names = ("offsets", "micro_batches", *_TOKEN_COLUMNS, *_SAMPLE_COLUMNS)
         missing = [name for name in names if name not in columns] + [name for name in _META if name not in meta]
         if missing:
             raise SchemaError(f"a {KIND} lacks {missing}")
         fields: dict[str, Any] = {name: columns[name] for name in names} | {name: int(meta[name]) for name in _META}
-        return cls(**fields)
+        extra = {name[len("extra.") :]: column for name, column in columns.items() if name.startswith("extra.")}
+        return cls(**fields, extra=extra)
 
 
-_META = ("rollout_id", "weight_version", "dp_rank", "dp_size", "total_samples", "total_response_tokens")
-
-
-def group_advantages(rewards: Array, *, normalize: bool) -> Array:
-    """GRPO: a sample's reward minus the mean of its group, `[n] float32`.
+class TrainData:
+    """A rollout's groups, and the shards that are made of them. Tokens are copied once, into the shard's parcel.
 
     Args:
-        rewards: of one group, `[n] float32`.
-        normalize: divide by the group's standard deviation + 1e-6 (https://arxiv.org/abs/2402.03300, eq. 3); a group of
-            equal rewards stays at 0.
-    """
-    exact = rewards.astype(np.float64)
-    advantages = exact - exact.mean()
-    if normalize:
-        advantages /= exact.std() + _EPSILON
-    rounded: Array = advantages.astype(np.float32)
-    return rounded
-
-
-def to_train_batch(
-    groups: Sequence[RolloutBatch], *, rollout_id: int, weight_version: int, normalize: bool
-) -> TrainBatch:
-    """Groups, in the order of their ids, as one unsplit train batch.
+        groups: in the order of their ids.
 
     Raises:
-        ValueError: there are no groups.
+        ValueError: there are no groups, or samples of one generation have different rewards.
+        SchemaError: groups differ in their columns.
     """
-    if not groups:
-        raise ValueError(f"rollout {rollout_id} has no groups")
-    whole = RolloutBatch.concat(groups)
-    return TrainBatch(
-        rollout_id=rollout_id,
-        weight_version=weight_version,
-        total_samples=len(whole),
-        total_response_tokens=int(whole.loss_mask.sum(dtype=np.int64)),
-        token_ids=whole.token_ids,
-        offsets=whole.offsets,
-        response_mask=whole.loss_mask,
-        logprobs=np.where(whole.loss_mask, whole.logprobs, np.float32(0)),
-        advantages=np.concatenate([group_advantages(group.rewards, normalize=normalize) for group in groups]),
-        rewards=whole.rewards,
-        group_index=np.repeat(np.arange(len(groups), dtype=np.int64), [len(group) for group in groups]),
-        sample_index=whole.sample_index,
-        status=whole.status,
-    )
+
+    def __init__(
+        self, groups: Sequence[RolloutBatch], *, rollout_id: int, weight_version: int, train: TrainConfig
+    ) -> None:
+        if not groups:
+            raise ValueError(f"rollout {rollout_id} has no groups")
+        _same_columns(groups)
+        self._groups = groups
+        self._rollout_id = rollout_id
+        self._weight_version = weight_version
+        self._train = train
+        sizes = [len(group) for group in groups]
+        self.lengths: Array = np.concatenate([group.lengths for group in groups])
+        """`[n] int64`: tokens of each sample."""
+        self.rewards: Array = np.concatenate([group.rewards for group in groups])
+        """`[n] float32`."""
+        self.total_response_tokens = sum(int(group.loss_mask.sum(dtype=np.int64)) for group in groups)
+        self._places = [(index, row) for index, size in enumerate(sizes) for row in range(size)]
+        self._samples: dict[str, Array] = {
+            "advantages": advantages_of(groups, train.advantage, normalize=train.normalize_advantages),
+            "rewards": self.rewards,
+            "group_index": np.repeat(np.arange(len(groups), dtype=np.int64), sizes),
+            "sample_index": np.concatenate([group.sample_index for group in groups]),
+            "prompt_index": np.concatenate([group.prompt_index for group in groups]),
+            "status": np.concatenate([group.status for group in groups]),
+            "oldest_version": np.concatenate([_oldest_versions(group) for group in groups]),
+        }
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.lengths)
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - one entry, which lives as long as the rollout
+    def shares(self, size: int) -> tuple[list[RankShare], str]:
+        """What each of `size` ranks gets; see `split_samples`."""
+        return split_samples(self.lengths, size, self._train)
+
+    def shard(self, rank: int, size: int) -> Packing:
+        """The parcel of a rank's TrainBatch.
+
+        Raises:
+            UnevenSplit: see `split_samples`, or there is no such rank.
+        """
+        if not 0 <= rank < size:
+            raise UnevenSplit(f"dp_rank {rank} is outside 0..{size - 1}")
+        share = self.shares(size)[0][rank]
+        padded = np.zeros(len(share.rows), bool)
+        # Repeats are always of the last sample; its first occurrence, if this rank has it, is the real one.
+        if share.padding:
+            padded[np.flatnonzero(share.rows == len(self) - 1)[-share.padding :]] = True
+        columns: dict[str, Array | Sequence[Array]] = {
+            "offsets": offsets_of(self.lengths[share.rows]),
+            "micro_batches": share.micro_batches,
+            **{name: column[share.rows] for name, column in self._samples.items()},
+        }
+        columns["advantages"] = np.where(padded, np.float32(0), self._samples["advantages"][share.rows])
+        places = [self._places[row] for row in share.rows.tolist()]
+        for name, source in (("token_ids", "token_ids"), ("response_mask", "loss_mask"), ("logprobs", "logprobs")):
+            parts = [_piece(self._groups[group], getattr(self._groups[group], source), row) for group, row in places]
+            if name == "response_mask" and share.padding:
+                parts = [np.zeros_like(part) if pad else part for part, pad in zip(parts, padded, strict=True)]
+            columns[name] = parts or [getattr(self._groups[0], source)[:0]]
+        for name in self._groups[0].extra:
+            columns[f"extra.{name}"] = [
+                _piece(self._groups[group], self._groups[group].extra[name], row) for group, row in places
+            ] or [self._groups[0].extra[name][:0]]
+        meta = {
+            "rollout_id": self._rollout_id,
+            "weight_version": self._weight_version,
+            "dp_rank": rank,
+            "dp_size": size,
+            "total_samples": len(self),
+            "total_response_tokens": self.total_response_tokens,
+            "padding": share.padding,
+        }
+        return Packing(KIND, columns, meta)
 
 
-def rollout_metrics(groups: Sequence[RolloutBatch]) -> dict[str, float]:
-    """What a step's log says of its rollout; lengths count tokens with mask 1."""
-    whole = RolloutBatch.concat(groups)
-    marks = np.concatenate([np.zeros(1, np.int64), np.cumsum(whole.loss_mask, dtype=np.int64)])
-    lengths = marks[whole.offsets[1:]] - marks[whole.offsets[:-1]]
-    equal = sum(bool(np.ptp(group.rewards) == 0) for group in groups)
-    return {
-        "response_tokens_mean": float(lengths.mean()),
-        "response_tokens_max": float(lengths.max()),
-        "truncated": float((whole.status == 1).mean()),
-        "groups_with_equal_rewards": equal / len(groups),
-        "groups_solved_once": sum(bool(group.rewards.max() > 0) for group in groups) / len(groups),
-    }
+def _piece(group: RolloutBatch, column: Array, row: int) -> Array:
+    piece: Array = column[int(group.offsets[row]) : int(group.offsets[row + 1])]
+    return piece
+
+
+def _same_columns(groups: Sequence[RolloutBatch]) -> None:
+    first = groups[0].extra
+    for index, group in enumerate(groups):
+        if set(group.extra) != set(first) or any(group.extra[name].dtype != first[name].dtype for name in first):
+            found = {name: str(column.dtype) for name, column in group.extra.items()}
+            raise SchemaError(f"group {index} of the rollout has extra columns {found}; group 0 has {sorted(first)}")
+
+
+def _oldest_versions(group: RolloutBatch) -> Array:
+    oldest = np.full(len(group), np.iinfo(np.int64).max, np.int64)
+    owner = np.repeat(np.arange(len(group)), np.diff(group.span_offsets))
+    np.minimum.at(oldest, owner, group.spans[:, 0])
+    return np.where(oldest == np.iinfo(np.int64).max, -1, oldest)
+
+
+def group_rewards(group: RolloutBatch) -> tuple[Array, Array]:
+    """One reward for each generation of a group, `[g] float64`, and each sample's place in it, `[n] int64`.
+
+    Raises:
+        ValueError: samples of one generation have different rewards; the text names them.
+    """
+    _, first, place = np.unique(group.sample_index, return_index=True, return_inverse=True)
+    rewards = group.rewards.astype(np.float64)[first]
+    differs = np.flatnonzero(rewards[place] != group.rewards)
+    if len(differs):
+        sample = int(differs[0])
+        raise ValueError(
+            f"samples of generation {int(group.sample_index[sample])} of prompt {int(group.prompt_index[sample])} have "
+            f"rewards {rewards[place[sample]]:g} and {group.rewards[sample]:g}; they are one answer and must agree"
+        )
+    return rewards, place
+
+
+def advantages_of(groups: Sequence[RolloutBatch], estimator: str, *, normalize: bool) -> Array:
+    """Advantage of every sample, `[n] float32`.
+
+    - `grpo`, `gspo`: reward minus the mean of the group, divided by its standard deviation + 1e-6 where `normalize`
+      (https://arxiv.org/abs/2402.03300, eq. 3); a group of equal rewards stays at 0.
+    - `rloo`: reward minus the mean of the *other* generations of the group (https://arxiv.org/abs/2402.14740).
+    - `reinforce++_baseline`: reward minus the group's mean, then whitened over the whole rollout
+      (https://arxiv.org/abs/2501.03262); `reinforce++`: whitened over the rollout, without the baseline.
+    - `none`: the reward itself.
+    """
+    parts: list[Array] = []
+    for group in groups:
+        rewards, place = group_rewards(group)
+        if estimator == "none" or estimator == "reinforce++":
+            values = rewards
+        else:
+            values = rewards - rewards.mean()
+            if estimator == "rloo":
+                values = values * len(rewards) / max(1, len(rewards) - 1)
+            elif estimator in ("grpo", "gspo") and normalize:
+                values = values / (rewards.std() + _EPSILON)
+        parts.append(values[place])
+    whole = np.concatenate(parts)
+    if estimator.startswith("reinforce++"):
+        whole = (whole - whole.mean()) / (whole.std() + _EPSILON)
+    rounded: Array = whole.astype(np.float32)
+    return rounded

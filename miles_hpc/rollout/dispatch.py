@@ -201,7 +201,7 @@ class Dispatcher:
         order = self._orders.get(done.group)
         if order is not None:
             try:
-                batch = RolloutBatch.from_frames(frames)
+                batch = RolloutBatch.from_parcel(frames[0] if frames else b"")
                 check_group(batch, order.samples)
             except SchemaError as error:
                 text = f"group {done.group}: {error}"

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,16 +18,20 @@ from miles_hpc.config.schema import Config
 from miles_hpc.rollout.accounts import Accounts
 from miles_hpc.rollout.client import CommitData, EvalResult, RolloutResult
 from miles_hpc.rollout.collect import Collector, RolloutFailed, StaleIncarnation
-from miles_hpc.rollout.convert import TrainBatch, rollout_metrics, to_train_batch
+from miles_hpc.rollout.convert import TrainData
 from miles_hpc.rollout.data import DataSource, DataState, Keys, Prompts, open_prompts
 from miles_hpc.rollout.dispatch import Dispatcher
+from miles_hpc.rollout.metrics import rollout_metrics
 from miles_hpc.rollout.sample import GroupSpec, group_digest, group_versions
 from miles_hpc.rollout.work_messages import RunGroup
+from miles_hpc.transport.carriers import Outbox, ParcelRef
 from miles_hpc.transport.columns import Buffer
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 10.0
+INLINE_BYTES = 64 * 1024
+"""Smaller shards travel in the answer itself, encrypted; larger ones are parcels of the outbox."""
 
 
 class UnknownRollout(LookupError):
@@ -38,12 +43,14 @@ class _Rollout:
     """A finished rollout: its batch until all ranks have acknowledged it, its ledger until it is committed."""
 
     result: RolloutResult
-    batch: TrainBatch | None
+    data: TrainData | None
     specs: list[GroupSpec]
     ledger: list[dict[str, Any]]
-    data: DataState
+    place: DataState
     """The place in the data order after this rollout."""
-    shards: list[TrainBatch] = field(default_factory=list)
+    size: int = 0
+    """Ranks that it is split for; 0 until one asks."""
+    parcels: dict[int, ParcelRef] = field(default_factory=dict)
     acked: set[int] = field(default_factory=set)
 
 
@@ -53,15 +60,18 @@ class Executor:
     Args:
         attempt: goes into the ledger.
         dispatcher: the workers.
+        outbox: carries the shards.
 
     Raises:
         DataError: a prompt file cannot be used.
     """
 
-    def __init__(self, config: Config, attempt: int, dispatcher: Dispatcher) -> None:
+    def __init__(self, config: Config, attempt: int, run_dir: Path, dispatcher: Dispatcher, outbox: Outbox) -> None:
         self._config = config
         self._attempt = attempt
+        self._run_dir = run_dir
         self._dispatcher = dispatcher
+        self._outbox = outbox
         data = config.data
         keys = Keys(prompt=data.prompt_key, label=data.label_key, metadata=data.metadata_key)
         self._prompts = open_prompts(data.prompts, keys)
@@ -107,6 +117,8 @@ class Executor:
         # The calls of the incarnation before have an error now, and give their prompts back before the place is set.
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
         self._source.restore(place)
+        for rollout in self._rollouts.values():
+            self._release(rollout)
         self._rollouts.clear()
         async with self._finished:
             self._finished.notify_all()
@@ -188,12 +200,7 @@ class Executor:
     ) -> _Rollout:
         names = sorted(collector.results)
         batches = [collector.results[name] for name in names]
-        batch = to_train_batch(
-            batches,
-            rollout_id=rollout_id,
-            weight_version=weight_version,
-            normalize=self._config.train.normalize_advantages,
-        )
+        data = TrainData(batches, rollout_id=rollout_id, weight_version=weight_version, train=self._config.train)
         ledger = [
             {
                 "step": rollout_id,
@@ -210,12 +217,12 @@ class Executor:
         result = RolloutResult(
             rollout_id=rollout_id,
             groups=names,
-            reward_mean=float(np.mean(batch.rewards)),
-            tokens=batch.total_response_tokens,
+            reward_mean=float(np.mean(data.rewards)),
+            tokens=data.total_response_tokens,
             metrics={**rollout_metrics(batches), **{f"dropped_{k}": float(v) for k, v in collector.dropped.items()}},
             seconds=seconds,
         )
-        return _Rollout(result, batch, [specs[name] for name in names], ledger, self._source.state())
+        return _Rollout(result, data, [specs[name] for name in names], ledger, self._source.state())
 
     async def evaluate(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
         """Greedy answers to the held-out prompts; the accounts and the data order never see them."""
@@ -261,7 +268,7 @@ class Executor:
         rollouts = self._until(params["rollout_id"])
         accounts = self._dispatcher.accounts.settled(sum(len(rollout.specs) for rollout in rollouts))
         counts = {name: count for name, count in accounts.to_dict().items() if name != "in_flight"}
-        data = _plain(rollouts[-1].data)
+        data = _plain(rollouts[-1].place)
         ledger = [line for rollout in rollouts for line in rollout.ledger]
         return _plain(CommitData(ledger=ledger, data_state={**data, "counts": counts}, counts=counts))
 
@@ -274,7 +281,9 @@ class Executor:
         """The commit is durable; a repeat changes nothing."""
         self._check(params)
         for number in [number for number in self._rollouts if number <= params["rollout_id"]]:
-            self._dispatcher.settle(self._rollouts.pop(number).result.groups, "committed")
+            rollout = self._rollouts.pop(number)
+            self._release(rollout)
+            self._dispatcher.settle(rollout.result.groups, "committed")
 
     async def counts(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
         """The accounts, whose sum is checked."""
@@ -298,14 +307,20 @@ class Executor:
                 ) from None
         self._check(params)
         rollout = self._rollouts[rollout_id]
-        if rollout.batch is None or rank in rollout.acked:
+        if rollout.data is None or rank in rollout.acked:
             raise UnknownRollout(f"rank {rank} has acknowledged rollout {rollout_id}; its shard is freed")
-        if not rollout.shards:
-            # Once, so that all ranks see one split.
-            rollout.shards = [rollout.batch.split(index, size) for index in range(size)]
-        if len(rollout.shards) != size or not 0 <= rank < size:
-            raise ValueError(f"rank {rank} of {size} asked for rollout {rollout_id}, split for {len(rollout.shards)}")
-        return {}, rollout.shards[rank].to_frames()
+        if rollout.size not in (0, size) or not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size} asked for rollout {rollout_id}, split for {rollout.size or size}")
+        if not rollout.size:
+            if note := rollout.data.shares(size)[1]:
+                log.warning("rollout %d: %s", rollout_id, note)
+            rollout.size = size
+        if rank not in rollout.parcels:
+            shard = rollout.data.shard(rank, size)
+            if shard.nbytes <= INLINE_BYTES:
+                return {}, [shard.to_bytes()]
+            rollout.parcels[rank] = self._outbox.offer(shard)
+        return _plain(rollout.parcels[rank]), []
 
     async def ack(self, params: Any, frames: list[memoryview]) -> None:
         """A rank is done with its shard; a repeat changes nothing."""
@@ -313,9 +328,17 @@ class Executor:
         rollout = self._rollouts.get(params["rollout_id"])
         if rollout is None:
             return
-        rollout.acked.add(params["dp_rank"])
-        if len(rollout.acked) == len(rollout.shards):
-            rollout.batch, rollout.shards = None, []
+        rank = params["dp_rank"]
+        rollout.acked.add(rank)
+        if rank in rollout.parcels:
+            self._outbox.release(rollout.parcels.pop(rank))
+        if len(rollout.acked) == rollout.size:
+            rollout.data = None
+
+    def _release(self, rollout: _Rollout) -> None:
+        for ref in rollout.parcels.values():
+            self._outbox.release(ref)
+        rollout.parcels.clear()
 
 
 def _plain(value: msgspec.Struct) -> dict[str, Any]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 
 from miles_hpc.config.load import read_resolved
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.executor import Executor
+from miles_hpc.transport.carriers import Outbox
 from miles_hpc.wire.client import HubClient
-from miles_hpc.wire.program import setup_logging
+from miles_hpc.wire.program import setup_logging, stop_signals
 from miles_hpc.wire.rpc import RpcServer
 from miles_hpc.wire.worker_env import WorkerEnv
 
@@ -21,13 +21,13 @@ async def execute(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     """Serve until a signal, or until a part ends with an error, which is raised."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
     dispatcher = Dispatcher(env.listen["work"], env.run_dir, env.attempt, lease_s=config.timing.dead)
-    with contextlib.closing(dispatcher):
-        server = RpcServer(
-            env.listen["rpc"], Executor(config, env.attempt, dispatcher).methods(), env.run_dir, env.attempt
-        )
+    outbox = Outbox(env.listen["bulk"])
+    with contextlib.closing(dispatcher), contextlib.closing(outbox):
+        executor = Executor(config, env.attempt, env.run_dir, dispatcher, outbox)
+        server = RpcServer(env.listen["rpc"], executor.methods(), env.run_dir, env.attempt)
 
         async def follow() -> None:
             async for pools in hub.async_changes():

@@ -1,7 +1,7 @@
 """What executor and rollout workers say to each other on the `work` port.
 
-Frame 0 is one of the structs below as tagged msgpack, fields append-only with defaults; a GroupDone has the group's
-RolloutBatch in the frames behind it. A group is named by (incarnation, id).
+Frame 0 is one of the structs below as tagged msgpack, fields append-only with defaults; a GroupDone has the parcel of
+the group's RolloutBatch in the frame behind it. A group is named by (incarnation, id).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WorkBeat(_Message, frozen=True, kw_only=True):
 
 
 class GroupDone(_Message, frozen=True, kw_only=True):
-    """A complete, scored group; its batch follows."""
+    """A complete, scored group; its parcel follows."""
 
     incarnation: int
     group: str

@@ -256,7 +256,8 @@ class RolloutWorker:
                 reward_calls=0 if run.order.evaluation else len(batch),
                 seconds=seconds,
             )
-            self._finish(name, _Kept(done, batch.to_frames(), batch.nbytes))
+            parcel = batch.packing().to_bytes()
+            self._finish(name, _Kept(done, (parcel,), len(parcel)))
 
     # ------------------------------------------------------------------------------------------ keeping
     def _finish(self, name: str, kept: _Kept) -> None:

@@ -31,7 +31,7 @@ def executor_spec(config: Config) -> CommandWorkerSpec:
         launch_command=lambda ctx: own_program(config, "executor", "miles_hpc.rollout.run_executor"),
         env=lambda ctx: own_env(config, "executor"),
         scheduling=SchedulingSpec(num_cpus_per_worker=0.5, avoid_hub_node=True),
-        port_infos=(PortInfo(name="rpc"), PortInfo(name="work")),
+        port_infos=(PortInfo(name="rpc"), PortInfo(name="work"), PortInfo(name="bulk")),
         probe=Probe(
             kind="tcp",
             port="rpc",

@@ -11,13 +11,12 @@ from miles_hpc.transport.columns import (
     Array,
     Buffer,
     SchemaError,
-    decode_columns,
-    encode_columns,
     flat_index,
     offsets_of,
     pack_texts,
     unpack_text,
 )
+from miles_hpc.transport.parcel import Packing, read_parcel
 
 KIND = "rollout_batch"
 
@@ -26,6 +25,7 @@ STATUSES = ("completed", "truncated", "aborted", "failed")
 
 _TOKEN_COLUMNS = {"token_ids": np.int32, "loss_mask": np.uint8, "logprobs": np.float32}
 _SAMPLE_COLUMNS = {"rewards": np.float32, "sample_index": np.int64, "prompt_index": np.int64, "status": np.uint8}
+_DTYPES = {name: np.dtype(dtype) for name, dtype in (_TOKEN_COLUMNS | _SAMPLE_COLUMNS).items()}
 _FLAT = ("offsets", "span_offsets", "spans", *_TOKEN_COLUMNS, *_SAMPLE_COLUMNS)
 
 
@@ -259,31 +259,32 @@ class RolloutBatch:
             columns[f"extra.{name}"] = array
         return columns
 
-    def to_frames(self) -> list[Buffer]:
-        """Header frame and one frame per column, which views the array."""
-        return encode_columns(KIND, self._columns())
+    def packing(self) -> Packing:
+        """The batch as a parcel that is not yet written; the arrays must not change before that."""
+        return Packing(KIND, self._columns())
 
     @classmethod
-    def from_frames(cls, frames: Sequence[Buffer]) -> RolloutBatch:
-        """A batch whose arrays are read-only views of the frames. Columns of a newer minor version are left out.
+    def from_parcel(cls, memory: Buffer) -> RolloutBatch:
+        """A batch whose arrays are read-only views of the parcel. Columns of a newer minor version are left out.
 
         Raises:
-            SchemaError: the frames are not a batch of this major version.
+            SchemaError: the memory holds no batch of this major version.
         """
-        columns, _ = decode_columns(KIND, frames)
+        columns, _ = read_parcel(KIND, memory)
         missing = [name for name in _FLAT if name not in columns]
         if missing:
             raise SchemaError(f"a {KIND} lacks the columns {missing}")
-        for name, dtype in (_TOKEN_COLUMNS | _SAMPLE_COLUMNS).items():
+        for name, dtype in _DTYPES.items():
             if columns[name].dtype != dtype:
-                raise SchemaError(f"column {name!r} has type {columns[name].dtype}; expected {np.dtype(dtype)}")
-        names = [name.removeprefix("text.") for name in columns if name.startswith("text.")]
-        texts = [name.removesuffix(".offsets") for name in names if name.endswith(".offsets")]
-        return cls(
-            texts={name: (columns[f"text.{name}.offsets"], columns[f"text.{name}.blob"]) for name in texts},
-            extra={name[len("extra.") :]: array for name, array in columns.items() if name.startswith("extra.")},
-            **{name: columns[name] for name in _FLAT},
-        )
+                raise SchemaError(f"column {name!r} has type {columns[name].dtype}; expected {dtype}")
+        texts, extra = {}, {}
+        for name in columns:
+            if name.startswith("text.") and name.endswith(".offsets"):
+                text = name[len("text.") : -len(".offsets")]
+                texts[text] = columns[name], columns[f"text.{text}.blob"]
+            elif name.startswith("extra."):
+                extra[name[len("extra.") :]] = columns[name]
+        return cls(texts=texts, extra=extra, **{name: columns[name] for name in _FLAT})
 
 
 def _check_offsets(name: str, offsets: Array, end: int) -> None:

@@ -67,7 +67,7 @@ class SmallRun:
             "SCRIPT_DELAY_S": "0",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        self.listen = {name: HostAndPort("127.0.0.1", free_port()) for name in ("rpc", "work")}
+        self.listen = {name: HostAndPort("127.0.0.1", free_port()) for name in ("rpc", "work", "bulk")}
         self.cells = {}
         self.processes = {}
         self.killed = set()

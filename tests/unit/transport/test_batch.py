@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_hpc.transport.batch import LengthMismatch, RolloutBatch, SampleArrays
-from miles_hpc.transport.columns import Header, SchemaError, decode_columns, encode_columns, pack_texts, unpack_text
+from miles_hpc.transport.columns import SchemaError, pack_texts, unpack_text
+from miles_hpc.transport.parcel import Packing, read_parcel
 
 pytestmark = pytest.mark.unit
 
@@ -26,8 +27,8 @@ def sample(tokens=3, reward=1.0, index=0, **changes):
     return SampleArrays(**{**values, **changes})
 
 
-def through_frames(batch):
-    return RolloutBatch.from_frames([bytes(frame) for frame in batch.to_frames()])
+def through_a_parcel(batch):
+    return RolloutBatch.from_parcel(batch.packing().to_bytes())
 
 
 def assert_same(left, right):
@@ -60,9 +61,9 @@ samples = st.lists(
 
 @settings(deadline=None)
 @given(samples)
-def test_frames_give_back_the_same_batch(items):
+def test_a_parcel_gives_back_the_same_batch(items):
     batch = RolloutBatch.pack(items)
-    again = through_frames(batch)
+    again = through_a_parcel(batch)
     assert_same(again, batch)
     assert [again.text("response", i) for i in range(len(items))] == [item.texts["response"] for item in items]
 
@@ -85,38 +86,27 @@ def test_ranks_get_every_sample_once_in_stride_order(items, size):
         )
 
 
-def test_decoded_arrays_view_the_frames_and_are_read_only():
-    frames = [memoryview(bytes(frame)) for frame in RolloutBatch.pack([sample(1000)]).to_frames()]
-    batch = RolloutBatch.from_frames(frames)
-    owner = batch.token_ids
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    assert any(owner.base is frame or getattr(owner.base, "obj", None) is frame.obj for frame in frames)
+def test_decoded_arrays_view_the_parcel_and_are_read_only():
+    memory = RolloutBatch.pack([sample(1000)]).packing().to_bytes()
+    batch = RolloutBatch.from_parcel(memory)
+    assert np.shares_memory(np.frombuffer(memory, np.uint8), batch.token_ids)
     with pytest.raises(ValueError, match="read-only"):
         batch.token_ids[0] = 1
 
 
-def test_encoded_frames_view_the_arrays():
-    batch = RolloutBatch.pack([sample(1000)])
-    frame = max(batch.to_frames(), key=len)
-    assert np.shares_memory(np.frombuffer(frame, np.uint8), batch.token_ids) or np.shares_memory(
-        np.frombuffer(frame, np.uint8), batch.logprobs
-    )
-
-
 def test_nan_and_infinity_pass():
-    batch = through_frames(RolloutBatch.pack([sample(3, math.nan, logprobs=[math.nan, math.inf, -math.inf])]))
+    batch = through_a_parcel(RolloutBatch.pack([sample(3, math.nan, logprobs=[math.nan, math.inf, -math.inf])]))
     assert math.isnan(batch.rewards[0])
     assert math.isnan(batch.logprobs[0]) and list(batch.logprobs[1:]) == [math.inf, -math.inf]
 
 
 def test_an_empty_batch_and_an_empty_response_pass():
-    assert len(through_frames(RolloutBatch.pack([]))) == 0
-    assert through_frames(RolloutBatch.pack([sample(0)])).lengths.tolist() == [0]
+    assert len(through_a_parcel(RolloutBatch.pack([]))) == 0
+    assert through_a_parcel(RolloutBatch.pack([sample(0)])).lengths.tolist() == [0]
 
 
 def test_a_long_response_passes():
-    assert through_frames(RolloutBatch.pack([sample(128 * 1024)])).lengths.tolist() == [128 * 1024]
+    assert through_a_parcel(RolloutBatch.pack([sample(128 * 1024)])).lengths.tolist() == [128 * 1024]
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "logprobs"])
@@ -151,42 +141,57 @@ def test_bytes_that_are_no_unicode_become_replacement_characters():
     assert unpack_text(*pack_texts(["a", "\ud800x"]), 1) == "\ud800x"
 
 
-def test_frames_of_another_kind_version_or_size_are_refused():
-    frames = RolloutBatch.pack([sample()]).to_frames()
+def test_parcels_of_another_kind_version_or_size_are_refused():
+    memory = bytes(RolloutBatch.pack([sample()]).packing().to_bytes())
     with pytest.raises(SchemaError, match="expected a 'other'"):
-        decode_columns("other", frames)
-    with pytest.raises(SchemaError, match="bytes; expected"):
-        RolloutBatch.from_frames([*frames[:-1], b"1"])
-    with pytest.raises(SchemaError, match="came with"):
-        RolloutBatch.from_frames(frames[:-1])
-    with pytest.raises(SchemaError, match="not the header"):
-        RolloutBatch.from_frames([b"\xc1", *frames[1:]])
-    with pytest.raises(SchemaError, match="no frames"):
-        RolloutBatch.from_frames([])
-    header = msgspec.msgpack.decode(frames[0])
+        read_parcel("other", memory)
+    with pytest.raises(SchemaError, match="ends beyond the"):
+        RolloutBatch.from_parcel(memory[:-64])
+    with pytest.raises(SchemaError, match="are no parcel"):
+        RolloutBatch.from_parcel(b"")
+    with pytest.raises(SchemaError, match="does not decode"):
+        RolloutBatch.from_parcel(b"\x04\0\0\0\xc1\xc1\xc1\xc1")
     with pytest.raises(SchemaError, match=r"version 2\.0"):
-        RolloutBatch.from_frames([msgspec.msgpack.encode({**header, "major": 2}), *frames[1:]])
+        RolloutBatch.from_parcel(with_header(memory, major=2))
     with pytest.raises(SchemaError, match="lacks the columns"):
-        RolloutBatch.from_frames(encode_columns("rollout_batch", {"offsets": np.zeros(1, np.int64)}))
+        RolloutBatch.from_parcel(Packing("rollout_batch", {"offsets": np.zeros(1, np.int64)}).to_bytes())
+    with pytest.raises(SchemaError, match="int64; expected int32"):
+        columns = {**RolloutBatch.pack([sample()])._columns(), "token_ids": np.zeros(3, np.int64)}
+        RolloutBatch.from_parcel(Packing("rollout_batch", columns).to_bytes())
+
+
+def with_header(memory, **changes):
+    size = int.from_bytes(memory[:4], "little")
+    header = msgspec.msgpack.encode({**msgspec.msgpack.decode(memory[4 : 4 + size]), **changes})
+    base, old = -(-(4 + len(header)) // 64) * 64, -(-(4 + size) // 64) * 64
+    return (len(header).to_bytes(4, "little") + header).ljust(base, b"\0") + memory[old:]
 
 
 def test_columns_and_fields_of_a_newer_minor_version_are_left_out():
     batch = RolloutBatch.pack([sample()])
-    frames = encode_columns("rollout_batch", {**batch._columns(), "later": np.zeros(4)})
-    header = {**msgspec.msgpack.decode(frames[0]), "minor": 9, "unheard_of": 1}
-    assert_same(RolloutBatch.from_frames([msgspec.msgpack.encode(header), *frames[1:]]), batch)
+    memory = bytes(Packing("rollout_batch", {**batch._columns(), "later": np.zeros(4)}).to_bytes())
+    assert_same(RolloutBatch.from_parcel(with_header(memory, minor=9, unheard_of=1)), batch)
 
 
-def test_the_header_of_a_column_message_keeps_its_bytes():
-    frames = encode_columns("rollout_batch", {"rewards": np.array([1.5], np.float32)}, {"a": 1})
-    assert frames[0].hex() == GOLDEN_HEADER
-    assert bytes(frames[1]).hex() == "0000c03f"
-    assert msgspec.msgpack.decode(frames[0], type=Header).meta == {"a": 1}
+def test_a_parcel_keeps_its_bytes():
+    memory = Packing("rollout_batch", {"rewards": np.array([1.5], np.float32)}, {"a": 1}).to_bytes()
+    assert memory.hex() == GOLDEN_PARCEL
+    assert read_parcel("rollout_batch", memory)[1] == {"a": 1}
 
 
 def test_a_text_array_is_no_column():
     with pytest.raises(SchemaError, match="expected numbers"):
-        encode_columns("x", {"name": np.array(["a"])})
+        Packing("x", {"name": np.array(["a"])})
+
+
+def test_parts_of_a_column_are_laid_one_behind_the_other():
+    parts = [np.arange(3, dtype=np.int32), np.zeros(0, np.int32), np.arange(2, dtype=np.int32)]
+    columns, _ = read_parcel("x", Packing("x", {"a": parts, "b": parts[:1]}).to_bytes())
+    assert columns["a"].tolist() == [0, 1, 2, 0, 1] and columns["b"].tolist() == [0, 1, 2]
+    with pytest.raises(SchemaError, match="parts of int32"):
+        Packing("x", {"a": [parts[0], np.zeros(1, np.int64)]})
+    with pytest.raises(SchemaError, match="no parts"):
+        Packing("x", {"a": []})
 
 
 def test_a_slice_outside_the_batch_is_refused():
@@ -194,7 +199,9 @@ def test_a_slice_outside_the_batch_is_refused():
         RolloutBatch.pack([sample()]).slice(0, 2)
 
 
-GOLDEN_HEADER = (
-    "85a46b696e64ad726f6c6c6f75745f6261746368a56d616a6f7201a56d696e6f7200a7636f6c756d6e739183a46e616d65a7"
-    "72657761726473a56474797065a33c6634a573686170659101a46d65746181a16101"
+GOLDEN_PARCEL = (
+    "4400000085a46b696e64ad726f6c6c6f75745f6261746368a56d616a6f7201a56d696e6f7200a7636f6c756d6e739194a772"
+    "657761726473a33c6634910100a46d65746181a1610100000000000000000000000000000000000000000000000000000000"
+    "000000000000000000000000000000000000000000000000000000000000c03f000000000000000000000000000000000000"
+    "000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
 )

@@ -1,0 +1,160 @@
+"""A parcel: named columns in one piece of memory, so that they lie in a shared segment, a file or an arena as they are.
+
+Layout: length of the header as uint32, the header as msgpack, then each column at a multiple of 64 bytes. The same
+bytes serve every carrier. Numbers are little endian; NaN and infinities pass as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from miles_hpc.transport.columns import MAJOR, MINOR, Array, Buffer, SchemaError, little_endian
+
+ALIGN = 64
+_HEAD = struct.Struct("<I")
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """Where a column lies: its numpy type (`<i4`), shape, and offset behind the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class ParcelHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """Append-only, new fields have defaults."""
+
+    kind: str
+    major: int = MAJOR
+    minor: int = MINOR
+    columns: list[Placed]
+    meta: dict[str, Any] = {}
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ParcelHeader).decode
+_dtype = functools.lru_cache(maxsize=64)(np.dtype)
+
+
+class Packing:
+    """Columns that are about to be written into one piece of memory; nothing is copied before `write`.
+
+    Args:
+        columns: name -> an array, or arrays that are laid one behind the other along the first axis.
+
+    Raises:
+        SchemaError: a column is not numeric, or its parts have different types or widths.
+    """
+
+    def __init__(
+        self, kind: str, columns: Mapping[str, Array | Sequence[Array]], meta: Mapping[str, Any] | None = None
+    ) -> None:
+        self._parts: list[tuple[int, list[Array]]] = []
+        placed: list[Placed] = []
+        end = 0
+        for name, column in columns.items():
+            parts = [column] if isinstance(column, np.ndarray) else list(column)
+            first = _common(kind, name, parts)
+            rows = sum(len(part) for part in parts)
+            shape = (rows, *first.shape[1:])
+            placed.append(Placed(name, first.dtype.newbyteorder("<").str, shape, end))
+            self._parts.append((end, parts))
+            nbytes = first.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            end = _aligned(end + nbytes)
+        header = _encode(ParcelHeader(kind=kind, columns=placed, meta=dict(meta or {})))
+        self._head = _HEAD.pack(len(header)) + header
+        self._placed = placed
+        self._base = _aligned(len(self._head))
+        self.nbytes = self._base + end
+        """Size of the parcel."""
+
+    def write(self, into: memoryview) -> None:
+        """Lay the parcel out in `into`, which must hold `nbytes`; each byte is copied once."""
+        into[: len(self._head)] = self._head
+        for column, (offset, parts) in zip(self._placed, self._parts, strict=True):
+            dtype = _dtype(column.dtype)
+            count = int(np.prod(column.shape, dtype=np.int64))
+            if not count:
+                continue
+            target = np.frombuffer(into, dtype, count, self._base + offset).reshape(column.shape)
+            if len(parts) == 1:
+                target[...] = parts[0]
+            else:
+                np.concatenate(parts, out=target)
+
+    def to_bytes(self) -> bytearray:
+        """The parcel in memory of its own."""
+        memory = bytearray(self.nbytes)
+        self.write(memoryview(memory))
+        return memory
+
+
+def read_parcel(kind: str, memory: Buffer) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Columns by name, as read-only views of `memory`, and the header's `meta`.
+
+    Raises:
+        SchemaError: it holds another kind, another major version, or columns that reach beyond its end.
+    """
+    view = memoryview(memory).cast("B") if not isinstance(memory, memoryview) or memory.format != "B" else memory
+    if len(view) < _HEAD.size or len(view) < _HEAD.size + _HEAD.unpack_from(view)[0]:
+        raise SchemaError(f"{len(view)} bytes are no parcel; expected a {kind}")
+    length = _HEAD.size + _HEAD.unpack_from(view)[0]
+    try:
+        header = _decode(view[_HEAD.size : length])
+    except msgspec.MsgspecError as error:
+        raise SchemaError(f"the header of a {kind} does not decode: {error}") from error
+    if header.kind != kind:
+        raise SchemaError(f"a parcel holds a {header.kind!r}; expected a {kind!r}")
+    if header.major != MAJOR:
+        raise SchemaError(f"{kind} of schema version {header.major}.{header.minor}; this program reads {MAJOR}.x")
+    base = _aligned(length)
+    return {column.name: _view(kind, column, view, base) for column in header.columns}, header.meta
+
+
+def _view(kind: str, column: Placed, memory: memoryview, base: int) -> Array:
+    where = f"column {column.name!r} of a {kind}"
+    try:
+        dtype = _dtype(column.dtype)
+    except TypeError as error:
+        raise SchemaError(f"{where} has type {column.dtype!r}, which numpy does not know") from error
+    if dtype.kind not in "biuf" or column.offset < 0 or any(extent < 0 for extent in column.shape):
+        raise SchemaError(f"{where} has type {dtype}, shape {column.shape}; expected numbers")
+    count = 1
+    for extent in column.shape:
+        count *= extent
+    if not count:
+        return np.zeros(column.shape, dtype)
+    if base + column.offset + count * dtype.itemsize > len(memory):
+        raise SchemaError(f"{where} ends beyond the {len(memory)} bytes of its parcel")
+    array = np.frombuffer(memory, dtype, count, base + column.offset)
+    if len(column.shape) != 1:
+        array = array.reshape(column.shape)
+    array.flags.writeable = False
+    return array
+
+
+def _common(kind: str, name: str, parts: Sequence[Array]) -> Array:
+    if not parts:
+        raise SchemaError(f"column {name!r} of a {kind} has no parts; give an empty array for its type")
+    first = parts[0]
+    if first.dtype.kind not in "biuf":
+        raise SchemaError(f"column {name!r} of a {kind} has type {first.dtype}; expected numbers")
+    for part in parts[1:]:
+        if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+            raise SchemaError(
+                f"column {name!r} of a {kind} has parts of {first.dtype} {first.shape[1:]} and {part.dtype} "
+                f"{part.shape[1:]}; expected one type and width"
+            )
+    return little_endian(first) if first.dtype.byteorder == ">" else first
+
+
+def _aligned(size: int) -> int:
+    return (size + ALIGN - 1) // ALIGN * ALIGN
