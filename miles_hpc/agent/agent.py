@@ -11,8 +11,6 @@ import select
 import signal
 import socket
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import zmq
 
@@ -21,14 +19,14 @@ from miles_hpc.agent import inventory, procfs
 from miles_hpc.agent.hub_process import HubProcess
 from miles_hpc.agent.link import AgentLink
 from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.options import Options
 from miles_hpc.agent.ports import PortLocks, Ports
 from miles_hpc.agent.probes import Probes
 from miles_hpc.agent.scratch import Scratch
+from miles_hpc.agent.seek import HubSeeker
 from miles_hpc.agent.supervise import Supervisor
 from miles_hpc.agent.table import WorkerTable
-from miles_hpc.config.timing import Timing
-from miles_hpc.wire import rendezvous, security
-from miles_hpc.wire.ids import node_id
+from miles_hpc.wire import rendezvous
 from miles_hpc.wire.messages import (
     AgentHello,
     DrainRequest,
@@ -54,41 +52,10 @@ HUB_LINGER = 15.0
 """Seconds that the hub may go on after its own Shutdown: it waits for the other agents."""
 GOODBYE_FLUSH = 1.0
 FIRST_SEEK, LONGEST_SEEK = 0.02, 0.5
+HELLO_AGAIN = 0.5
+"""Seconds until an agent whose node is taken by a dead incarnation says hello once more."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What an agent is started with."""
-
-    run_dir: Path
-    attempt: int
-    node_index: int
-    address: str
-    """IP literal that this node's workers listen on."""
-    run_id: str
-    hub: bool = False
-    """Start the hub on this node."""
-    local_nodes: int = 1
-    """Agents of this run that share this machine."""
-    slurm: bool = False
-    """Signals come from Slurm, which takes the allocation away: they ask for a drain."""
-    incarnation: str
-    lifeline: int = -1
-    """Descriptor that reaches its end when the warden is gone."""
-    timing: Timing = field(default_factory=Timing)
-    port_range: tuple[int, int] | None = None
-    digest: str = ""
-    """What this agent has read (`digest.run_digest`)."""
-
-    @property
-    def node(self) -> str:
-        return node_id(self.node_index)
-
-    @property
-    def log_dir(self) -> Path:
-        return self.run_dir / "logs" / f"attempt-{self.attempt}" / self.node
 
 
 class Agent:
@@ -130,9 +97,13 @@ class Agent:
         self._heartbeat_at = self._full_table_at = math.inf
         self._seq = 0
         now = self._clock()
+        self._seeker = HubSeeker(options.run_dir, options.run_id, options.attempt, options.digest)
         self._seek_at, self._seek_pause, self._join_deadline = now, FIRST_SEEK, now + options.timing.join
-        self._hub_silent = False
+        self._hello_at = math.inf
+        self._hub_silent = self._fenced = False
         self._leaving: tuple[str, int] | None = None
+        self._dropped = 0
+        """Messages that links to earlier hubs have lost."""
         self._told_to_leave = False
         self._goodbye_said = False
         self._hub_deadline = math.inf
@@ -180,6 +151,7 @@ class Agent:
         poller.register(signals, zmq.POLLIN)
         if self.options.lifeline >= 0 and not self._leaving:
             poller.register(self.options.lifeline, zmq.POLLIN)
+        poller.register(self._seeker.fileno, zmq.POLLIN)
         if self.link is not None:
             for pollable in self.link.pollable():
                 poller.register(pollable, zmq.POLLIN)
@@ -189,11 +161,12 @@ class Agent:
             self.supervisor.next_deadline(),
             self.probes.next_deadline(),
             self._seek_at,
+            self._hello_at,
             self._heartbeat_at,
             self._full_table_at,
             self._hub_deadline,
             math.inf if self._leaving else self._drained_by,
-            math.inf if self.link is None or self._leaving else self._clock() + self._until_grace_ends(),
+            self._silence_deadline(),
         )
         timeout = min(max(0.0, deadline - self._clock()), 3600.0)
         return {fd for fd, _ in poller.poll(math.ceil(timeout * 1000)) if isinstance(fd, int)}
@@ -233,16 +206,17 @@ class Agent:
         now = self._clock()
         if now >= self._drained_by and self._leaving is None:
             self._leave("the drain that this node asked for did not come to its end in time", 1)
-        if now >= self._seek_at:
-            self._seek(now)
+        self._seek(now)
+        if now >= self._hello_at and self.link is not None:
+            self._hello_at = math.inf
+            self.link.say(self._hello())
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self._heartbeat_every
             self._beat()
         if now >= self._full_table_at and self.link is not None and self.link.welcomed:
             self.link.say(FullTable(workers=self.table.rows()))
             self._full_table_at = now + self.options.timing.anti_entropy
-        if self.link is not None and not self._leaving and self._until_grace_ends() <= 0:
-            self._leave(f"the hub was silent for {self.link.silent_for():.0f} s (timing.hub_grace)", 1)
+        self._on_silence()
         if self._leaving and not self.table.running() and not self._goodbye_said:
             self._goodbye_said = True
             self._send(Goodbye(reason=self._leaving[0]))
@@ -258,7 +232,9 @@ class Agent:
         assert self.link is not None
         if self.link.welcomed:
             self._seq += 1
-            self.link.say(Heartbeat(seq=self._seq))
+            self.link.say(Heartbeat(seq=self._seq, dropped=self._dropped + self.link.dropped))
+        if self._hub_is_lost():
+            self._seek_at = min(self._seek_at, self._clock())
         silent = self.link.silent_for() > self.options.timing.dead
         if silent and not self._hub_silent:
             self.log.write(
@@ -266,32 +242,70 @@ class Agent:
             )
         self._hub_silent = silent
 
-    def _until_grace_ends(self) -> float:
-        assert self.link is not None
-        return self.options.timing.hub_grace - self.link.silent_for()
+    def _silence_deadline(self) -> float:
+        """When the silence of the hub has its next consequence."""
+        if self._leaving:
+            return math.inf
+        if self.link is None:
+            return self._join_deadline
+        timing = self.options.timing
+        return self.link.heard_at + (timing.hub_grace if self._fenced else timing.fence)
+
+    def _on_silence(self) -> None:
+        """At `fence` a new hub may start stateful cells elsewhere; at `hub_grace` nobody needs this node any more."""
+        if self.link is None or self._leaving:
+            return
+        silent, timing = self.link.silent_for(), self.options.timing
+        if silent >= timing.hub_grace:
+            self._leave(f"the hub was silent for {silent:.0f} s (timing.hub_grace)", 1)
+        elif silent >= timing.fence and not self._fenced:
+            self._fenced = True
+            self.table.fence(f"fenced: the hub was silent for {silent:.0f} s (timing.fence = {timing.fence:g} s)")
+        elif silent < timing.fence:
+            self._fenced = False
+
+    def _hub_is_lost(self) -> bool:
+        """Whether another hub may be there, or come."""
+        longest = max(self.options.timing.suspect, 3 * self._heartbeat_every)
+        return self.link is None or not self.link.welcomed or self.link.silent_for() > longest
 
     def _seek(self, now: float) -> None:
-        """Look for the hub's file, and connect to what it says."""
-        self._seek_at = math.inf
+        """Look for a hub while there is none, or none that answers, and connect to the newest."""
         if self._leaving:
+            self._seek_at = math.inf
             return
-        try:
-            found = rendezvous.newest(self.options.run_dir, self.options.attempt)
-            if found is not None:
-                keys = security.load_client(self.options.run_dir, self.options.attempt, "agent")
-                self.link = AgentLink(found, keys)
-                self._heartbeat_at = now + self._heartbeat_every
-                self.log.write("hub_found", epoch=found.epoch, addresses=found.addresses, port=found.port)
+        lost = self._hub_is_lost()
+        if now >= self._seek_at:
+            self._seek_at = math.inf
+            if lost:
+                self._seeker.ask()
+        found = self._seeker.take()
+        if found is not None:
+            if found.error:
+                self._leave(found.error, 1)
                 return
-        except (rendezvous.RendezvousError, security.SecurityError, OSError) as error:
-            self._leave(str(error), 1)
-            return
-        if now >= self._join_deadline:
+            if found.hub is not None and found.keys is not None and found.hub.epoch > self._epoch:
+                self._connect(AgentLink(found.hub, found.keys, self.link.heard_at if self.link else now), now)
+                lost = False
+            self._seek_at = now + self._seek_pause
+            self._seek_pause = min(self._seek_pause * 1.5, LONGEST_SEEK)
+        if self.link is None and now >= self._join_deadline:
             place = rendezvous.rendezvous_dir(self.options.run_dir, self.options.attempt)
             self._leave(f"no hub in {place} after {self.options.timing.join:g} s (timing.join)", 1)
-            return
-        self._seek_at = now + self._seek_pause
-        self._seek_pause = min(self._seek_pause * 1.5, LONGEST_SEEK)
+
+    def _connect(self, link: AgentLink, now: float) -> None:
+        """From now on this epoch's hub is obeyed, and no lower one."""
+        if self.link is not None:
+            self._dropped += self.link.dropped
+            self.link.close()
+        self.link = link
+        self._heartbeat_at, self._hello_at = now + self._heartbeat_every, math.inf
+        hub = link.rendezvous
+        self.log.write("hub_found", epoch=hub.epoch, addresses=hub.addresses, port=hub.port)
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self.link is None else self.link.rendezvous.epoch
 
     def _talk(self) -> None:
         if self.link is None:
@@ -317,8 +331,12 @@ class Agent:
                 self._leave(f"the hub calls this node {message.node}, but it was started as {self.options.node}", 1)
             self.log.write("welcome", node=message.node, epoch=message.epoch, heartbeat_s=message.heartbeat)
         elif isinstance(message, Refused):
-            self.log.write("refused", "error", code=message.code, text=message.text)
-            if message.code != "malformed":
+            again = message.code == "node_taken" and self._clock() < self._join_deadline
+            self.log.write("refused", "warning" if again else "error", code=message.code, text=message.text)
+            if again:
+                # By the incarnation that died before this one: its warden starts the next one only then.
+                self._hello_at = self._clock() + HELLO_AGAIN
+            elif message.code != "malformed":
                 self._leave(f"the hub refused this agent ({message.code}): {message.text}", 1)
         elif isinstance(message, ReservePorts):
             self.table.on_reserve(message, accept=self._leaving is None)
@@ -408,6 +426,7 @@ class Agent:
             if not self._goodbye_said:
                 self.link.report(Goodbye(reason=reason))
             self.link.close(GOODBYE_FLUSH)
+        self._seeker.close()
         self.ports.close()
         self.scratch.close()
         self.log.write("left", reason=reason, exit_code=code)

@@ -20,11 +20,16 @@ class AgentLink:
 
     All addresses of the hub are tried at once; the first that completes the handshake is kept. Reports wait, in order,
     while there is no welcome on the present connection; heartbeats and tables do not.
+
+    Args:
+        heard_at: when the hub before this one was last heard; the silence goes on until this one speaks.
     """
 
-    def __init__(self, rendezvous: Rendezvous, keys: KeyPair) -> None:
+    def __init__(self, rendezvous: Rendezvous, keys: KeyPair, heard_at: float | None = None) -> None:
         self.rendezvous = rendezvous
         self.welcomed = False
+        self._heard_before = time.monotonic() if heard_at is None else heard_at
+        self._lost = 0
         self._outbox: deque[Message] = deque(maxlen=OUTBOX_LIMIT)
         self._links = [
             HubLink(endpoint, hub_key=rendezvous.public_key, keys=keys, run_id=rendezvous.run_id)
@@ -62,6 +67,7 @@ class AgentLink:
     def report(self, message: Message) -> None:
         """Send now, or after the next welcome."""
         if not (self.welcomed and not self._outbox and self.say(message)):
+            self._lost += len(self._outbox) == OUTBOX_LIMIT
             self._outbox.append(message)
 
     def on_welcome(self) -> None:
@@ -70,9 +76,19 @@ class AgentLink:
         while self._outbox and self.say(self._outbox[0]):
             self._outbox.popleft()
 
+    @property
+    def dropped(self) -> int:
+        """Messages that were not sent or not understood."""
+        return self._lost + sum(link.dropped for link in self._links)
+
+    @property
+    def heard_at(self) -> float:
+        """When a hub was last heard, on the monotonic clock: this one, or the one before it."""
+        return max([self._heard_before, *(link.heard_at for link in self._links if link.heard_at is not None)])
+
     def silent_for(self) -> float:
-        """Seconds since the hub was heard."""
-        return min(link.silent_for() for link in self._links)
+        """Seconds since a hub was heard. Call `receive` first."""
+        return time.monotonic() - self.heard_at
 
     def close(self, flush_s: float = 0.0) -> None:
         """Give the last reports at most `flush_s` to leave, then close."""

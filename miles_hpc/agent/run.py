@@ -7,11 +7,14 @@ import os
 import resource
 import secrets
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_hpc.agent.agent import Agent, Options
+from miles_hpc.agent.agent import Agent
 from miles_hpc.agent.digest import run_digest
+from miles_hpc.agent.exits import BROKEN
+from miles_hpc.agent.options import Options
 from miles_hpc.agent.ports import PortError
 from miles_hpc.agent.scratch import ScratchError
 from miles_hpc.agent.supervise import SpawnError
@@ -36,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an agent to its end. Returns the exit code."""
+    """Run an agent to its end. Returns the exit code; `exits.BROKEN` asks for a new incarnation."""
     given = parser().parse_args(argv)
     run_dir = given.run_dir.absolute()
     if given.lifeline >= 0:
@@ -59,10 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             port_range=config.network.port_range,
             digest=run_digest(run_dir),
         )
-        return Agent(options).run()
-    except (ConfigError, PortError, ScratchError, SpawnError, OSError) as error:
+        agent = Agent(options)
+    except (ConfigError, PortError, ScratchError, OSError) as error:
         print(f"agent of node {given.node_index} on {given.address}: {error}", file=sys.stderr)
         return 1
+    try:
+        return agent.run()
+    except SpawnError as error:
+        print(f"agent of node {given.node_index} on {given.address}: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return BROKEN
 
 
 def _raise_file_limit() -> None:

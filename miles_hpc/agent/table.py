@@ -48,6 +48,7 @@ class Row:
     oom_kills: int | None = None
     probed: str = ""
     """Name of the port that the probe uses."""
+    stateful: bool = False
 
 
 class WorkerTable:
@@ -130,7 +131,7 @@ class WorkerTable:
             text = f"generation {order.generation} is older than {row.generation}, which is reserved"
             self._report_unstarted(order.worker, order.generation, "spawn_failed", text)
             return
-        row.ports = order.ports
+        row.ports, row.stateful = order.ports, order.stateful
         error = "" if accept else "the agent is leaving"
         error = error or self._spawn(row, order)
         if error:
@@ -206,6 +207,15 @@ class WorkerTable:
             else:
                 own = self._supervisor.workers[row.worker].stop_grace
                 self._stop(row, "stopped", reason, own if grace is None else min(own, grace))
+
+    def fence(self, reason: str) -> None:
+        """Kill every stateful worker now, without TERM: another one may be started in its place, and must be alone."""
+        for row in list(self._rows.values()):
+            if row.stateful and row.state == "reserved":
+                self._forget(row)
+            elif row.stateful:
+                self._log.write("fenced", "error", worker=row.worker, generation=str(row.generation), reason=reason)
+                self._stop(row, "exited", reason, 0.0)
 
     def _stop(self, row: Row, cause: Cause, text: str, grace: float | None) -> None:
         self._probes.remove(row.worker)

@@ -1,4 +1,4 @@
-"""The process that outlives the agent: starts it, and when it is gone kills whatever it left behind.
+"""The process that outlives the agent: starts it, kills whatever it left behind when it is gone, and starts it anew.
 
 `python -I -S warden.py --run-id R --run-dir D --attempt N --node NODE [--die-with PID] [--stop-grace S] --
 AGENT PROGRAM ARGS…`
@@ -7,7 +7,10 @@ so that it starts in milliseconds, needs a few MB and has nothing in it that cou
 
 TERM, INT and HUP stop the node in an orderly way, within the stop grace; QUIT kills everything at once.
 
-Exit code: the agent's own, or 1 when the agent was killed or something could not be stopped.
+An agent that was killed or broke is followed by a new incarnation, a limited number of times; one that left because
+it was told to, or had to, is not.
+
+Exit code: the agent's own, or 1 when agents died too often or something could not be stopped.
 """
 
 from __future__ import annotations
@@ -21,12 +24,16 @@ import time
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))  # noqa: PTH100, PTH120
 
 from miles_hpc.agent import procfs
+from miles_hpc.agent.exits import BROKEN
 
 STOP_GRACE = "8"
 """Default seconds between passing a TERM on to the agent and killing it: it stops its workers in that time."""
 SWEEP_DEADLINE = 30.0
 """Seconds until a sweep gives up on processes that cannot be killed (they hang in the kernel)."""
 PASS_INTERVAL = 0.02
+RESTARTS = 3
+"""Agents that may die within `RESTART_WINDOW` seconds and be followed by a new one."""
+RESTART_WINDOW = 600.0
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WAITED_FOR = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, *_STOP_SIGNALS)
@@ -43,26 +50,33 @@ class Warden:
         self.agent_argv = agent_argv
         self.stop_grace = stop_grace
         self.mark = f"{run_id}/{attempt}/{node}/"
-        self.incarnations_left = 1
+        self.deaths: list[float] = []
         self.stopping = False
 
     def run(self) -> int:
-        """Start an agent, wait for its end, leave nothing behind. Returns the exit code."""
+        """Keep an agent running until it leaves, and leave nothing behind. Returns the exit code."""
         procfs.become_subreaper()
         signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
-        code = 1
-        while self.incarnations_left and not self.stopping:
-            self.incarnations_left -= 1
-            status = self._watch(self._start_agent())
-            code = os.waitstatus_to_exitcode(status)
-            if code < 0:
-                self._say(f"the agent was killed by signal {-code}; killing what it left")
-                code = 1
+        while True:
+            code = os.waitstatus_to_exitcode(self._watch(self._start_agent()))
+            died = code < 0 or code == BROKEN
+            if died:
+                how = f"was killed by signal {-code}" if code < 0 else "broke"
+                self._say(f"the agent {how}; killing what it left")
+            # Not a new agent beside an old worker that cannot be killed: it may hold GPUs and ports.
             if not self.sweep():
-                code = code or 1
-            if code == 0:
-                break
-        return code
+                return code if code > 0 else 1
+            if not died or self.stopping:
+                return code if code >= 0 else 1
+            if not self._may_restart():
+                self._say(f"{len(self.deaths)} agents died within {RESTART_WINDOW:g} s; this node gives up")
+                return 1
+
+    def _may_restart(self) -> bool:
+        """Count a death of an agent."""
+        now = time.monotonic()
+        self.deaths = [at for at in self.deaths if now - at < RESTART_WINDOW] + [now]
+        return len(self.deaths) <= RESTARTS
 
     def _start_agent(self) -> int:
         incarnation = os.urandom(6).hex()

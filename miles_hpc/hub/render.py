@@ -80,6 +80,7 @@ def start_order(core: Core, cell: Cell, worker: Worker) -> StartWorker:
         probe=spec.probe,
         stop_grace=spec.stop_grace,
         gpu_uuids=[node.gpus[slot].uuid for slot in worker.gpu_slots],
+        stateful=spec.state == "stateful",
     )
 
 

@@ -263,7 +263,9 @@ class HubLink:
         self._header = codec.header(run_id)
         self.last_failure: codec.DecodeError | None = None
         """Why the last dropped message did not decode: the peer may be of another run or version."""
-        self._heard = time.monotonic()
+        self._made = time.monotonic()
+        self.heard_at: float | None = None
+        """When the hub was last heard on this link, on the monotonic clock."""
         self.socket: Socket = context.socket(zmq.DEALER)
         prepare(self.socket, endpoint)
         prepare_client(self.socket, keys, hub_key)
@@ -300,7 +302,7 @@ class HubLink:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._heard = time.monotonic()
+            self.heard_at = time.monotonic()
             try:
                 message = codec.decode_from_hub(frames, self._run_id)
             except codec.DecodeError as failure:
@@ -321,7 +323,7 @@ class HubLink:
 
         Call `receive` first: what waits in the socket has not been heard.
         """
-        return time.monotonic() - self._heard
+        return time.monotonic() - (self._made if self.heard_at is None else self.heard_at)
 
     def close(self) -> None:
         """Close without waiting; what was not sent is lost."""

@@ -24,6 +24,7 @@ from miles_hpc.wire.messages import (
     PortInfo,
     PortsReserved,
     Probe,
+    Refused,
     ReservePorts,
     Shutdown,
     StartWorker,
@@ -45,8 +46,11 @@ NOTHING = Probe()
 class FakeHub:
     """Sends what the test orders to the agents of one run, and keeps what they report."""
 
-    def __init__(self, run_dir: Path, run_id: str, *, heartbeat: float = 0.2) -> None:
-        self.run_dir, self.run_id = run_dir, run_id
+    def __init__(self, run_dir: Path, run_id: str, *, heartbeat: float = 0.2, epoch: int = 1) -> None:
+        self.run_dir, self.run_id, self.epoch = run_dir, run_id, epoch
+        self.taken: set[str] = set()
+        """Nodes whose hello is refused as `node_taken`."""
+        self.refused: list[AgentHello] = []
         self.peers: dict[str, bytes] = {}
         self.hellos: dict[str, AgentHello] = {}
         self.heard: list[tuple[str, Message]] = []
@@ -60,7 +64,12 @@ class FakeHub:
             domain=f"test-{run_id}-{id(self)}",
         )
         self.rendezvous = Rendezvous(
-            run_id=run_id, attempt=0, epoch=1, addresses=["127.0.0.1"], port=self.socket.port, public_key=keys.public
+            run_id=run_id,
+            attempt=0,
+            epoch=epoch,
+            addresses=["127.0.0.1"],
+            port=self.socket.port,
+            public_key=keys.public,
         )
 
     def publish(self) -> None:
@@ -74,9 +83,16 @@ class FakeHub:
         for peer, _, message in self.socket.drain():
             if isinstance(message, AgentHello):
                 node = node_id(message.node_index)
+                if node in self.taken:
+                    self.refused.append(message)
+                    self.socket.send(peer, Refused(code="node_taken", text="the test says so"))
+                    continue
                 self.peers[node] = peer
                 self.hellos[node] = message
-                self.send(node, Welcome(node=node, epoch=1, heartbeat=self._heartbeat, run_id=self.run_id, attempt=0))
+                self.send(
+                    node,
+                    Welcome(node=node, epoch=self.epoch, heartbeat=self._heartbeat, run_id=self.run_id, attempt=0),
+                )
             node = next((name for name, known in self.peers.items() if known == peer), "?")
             self.heard.append((node, message))
 
@@ -136,6 +152,7 @@ class FakeHub:
         probe: Probe = NOTHING,
         stop_grace: float = 1.0,
         arguments: tuple[str, ...] = (),
+        stateful: bool = False,
     ) -> WorkerStarted:
         """Start Python source as a worker."""
         generation = Generation(1, n)
@@ -149,6 +166,7 @@ class FakeHub:
                 ports=ports or {},
                 probe=probe,
                 stop_grace=stop_grace,
+                stateful=stateful,
             ),
         )
         return self.expect(WorkerStarted, worker, generation)
@@ -237,6 +255,8 @@ def hub(run_dir: Path, nodes: Nodes) -> Iterator[FakeHub]:
     made = FakeHub(run_dir, nodes.run_id)
     made.publish()
     yield made
+    if made.socket.socket.closed:
+        return
     for node in list(made.peers):
         if nodes.wardens.get(node) is not None and nodes.wardens[node].poll() is None:
             made.send(node, Shutdown(reason="the test is over"))

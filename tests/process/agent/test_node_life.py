@@ -9,15 +9,18 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from miles_hpc.agent import procfs
+from miles_hpc.agent.exits import BROKEN
+from miles_hpc.agent.warden import RESTARTS
 from miles_hpc.config.load import write_resolved
 from miles_hpc.config.schema import Config
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import Goodbye, Shutdown, WorkerExited
 
-from .conftest import FakeHub, Nodes, eventually
+from .conftest import WARDEN, FakeHub, Nodes, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
@@ -55,12 +58,42 @@ def _gone(processes: list[procfs.Process]) -> bool:
     return all(procfs.start_time(process.pid) != process.start for process in processes)
 
 
-def test_the_warden_kills_what_a_killed_agent_leaves(hub, node, nodes, family):
+def test_a_killed_agent_is_followed_by_a_new_incarnation_and_leaves_nothing(hub, node, nodes, family):
+    del hub.hellos["node-00000"]
     os.kill(node.pid, signal.SIGKILL)
-    assert nodes.wardens["node-00000"].wait(5) == 1
+    second = hub.join()
+    assert second.incarnation != node.incarnation and second.pid != node.pid and second.table == []
     assert _gone(family)
-    assert nodes.marked() == []
     assert "killed by signal 9" in (nodes.run_dir / "logs/attempt-0/node-00000/warden.log").read_text()
+    hub.start(WORKER, STUBBORN, n=2)
+
+
+@pytest.mark.parametrize(("code", "starts", "ends"), [(BROKEN, RESTARTS + 1, 1), (1, 1, 1), (75, 1, 75), (0, 1, 0)])
+def test_only_an_agent_that_broke_or_was_killed_is_followed_by_another(tmp_path, code, starts, ends):
+    argv = [sys.executable, "-I", "-S", str(WARDEN), "--run-id", "r", "--run-dir", str(tmp_path), "--attempt", "0"]
+    argv += ["--node", "node-00000", "--", "sh", "-c", f"echo started >> {tmp_path}/agents; exit {code}"]
+    assert subprocess.run(argv, timeout=20, check=False).returncode == ends
+    assert (tmp_path / "agents").read_text().count("started") == starts
+
+
+def test_a_node_whose_agents_keep_dying_gives_up(hub, node, nodes):
+    for _ in range(RESTARTS):
+        del hub.hellos["node-00000"]
+        os.kill(node.pid, signal.SIGKILL)
+        node = hub.join()
+    os.kill(node.pid, signal.SIGKILL)
+    assert nodes.wardens["node-00000"].wait(10) == 1
+    assert "this node gives up" in (nodes.run_dir / "logs/attempt-0/node-00000/warden.log").read_text()
+    assert nodes.marked() == []
+
+
+def test_a_new_incarnation_waits_until_the_hub_no_longer_takes_the_old_one_for_alive(hub, node, nodes):
+    hub.taken.add("node-00000")
+    del hub.hellos["node-00000"]
+    os.kill(node.pid, signal.SIGKILL)
+    hub.until(lambda: len(hub.refused) >= 3, "three refused hellos")
+    hub.taken.clear()
+    assert hub.join().incarnation == hub.refused[0].incarnation != node.incarnation
 
 
 def test_the_agent_sweeps_and_leaves_when_its_warden_is_killed(hub, node, nodes, family):
@@ -114,8 +147,9 @@ def test_a_second_incarnation_leaves_the_workers_of_living_agents_alone(hub, nod
     other = hub.join("node-00001")
     here = hub.start(WORKER, STUBBORN)
     there = hub.start("pool-00001-00000", STUBBORN, node="node-00001")
+    del hub.hellos["node-00001"]
     os.kill(other.pid, signal.SIGKILL)
-    assert nodes.wardens["node-00001"].wait(5) == 1
+    assert hub.join("node-00001").incarnation != other.incarnation
     assert procfs.read_process(there.pid) is None
     assert procfs.read_process(here.pid) is not None
     assert [p.pid for p in nodes.marked(WORKER)] == [here.pid]
@@ -155,8 +189,9 @@ def test_two_runs_of_one_name_do_not_touch_each_other(hub, node, nodes, tmp_path
         twin_nodes.start()
         twin = twin_hub.join()
         theirs = twin_hub.start(WORKER, STUBBORN)
+        del twin_hub.hellos["node-00000"]
         os.kill(twin.pid, signal.SIGKILL)
-        assert twin_nodes.wardens["node-00000"].wait(5) == 1
+        assert twin_hub.join().incarnation != twin.incarnation
         assert procfs.read_process(theirs.pid) is None
         assert procfs.read_process(mine.pid) is not None
     finally:
@@ -212,6 +247,73 @@ def test_a_wrong_key_is_named_within_three_seconds(nodes, run_dir):
         hub.close()
 
 
+def test_stateful_workers_are_killed_at_the_fence_and_the_others_are_kept(nodes, run_dir):
+    from miles_hpc.config.timing import Timing
+
+    fast = Timing(heartbeat=0.1, suspect=0.4, dead=0.5, failover_max=0.6, hub_stall=0.7, fence=5.8, hub_grace=60.0)
+    write_resolved(Config(timing=fast), run_dir)
+    hub = FakeHub(run_dir, nodes.run_id)
+    try:
+        hub.publish()
+        nodes.start()
+        hub.join()
+        trainer = hub.start("trainer-00000-00000", STUBBORN, stateful=True, stop_grace=30.0)
+        engine = hub.start("engine-00000-00000", STUBBORN)
+        silent_since = time.monotonic()
+        assert eventually(lambda: procfs.read_process(trainer.pid) is None, 20)
+        assert 5.5 < time.monotonic() - silent_since < 10
+        assert procfs.read_process(engine.pid) is not None
+        ended = hub.exited("trainer-00000-00000")
+        assert (ended.signal, ended.cause) == (9, "exited") and "timing.fence" in ended.text
+        assert hub.start("engine-00001-00000", STUBBORN).pid
+    finally:
+        hub.close()
+
+
+def test_a_hub_of_a_higher_epoch_is_followed_and_one_of_a_lower_is_not(hub, node, nodes):
+    worker = hub.start(WORKER, STUBBORN)
+    second, third = FakeHub(nodes.run_dir, nodes.run_id, epoch=3), FakeHub(nodes.run_dir, nodes.run_id, epoch=2)
+    try:
+        second.publish()
+        hub.close()
+        again = second.join()
+        assert again.incarnation == node.incarnation
+        assert [(row.worker, row.pid) for row in again.table] == [(WORKER, worker.pid)]
+        rendezvous_file = nodes.run_dir / "rendezvous/0/epoch-00002.json"
+        rendezvous_file.write_bytes(msgspec.json.encode(third.rendezvous))
+        second.heard.clear()
+        second.until(lambda: len(second.beats()) >= 10, "heartbeats")
+        third.pump()
+        assert third.heard == []
+    finally:
+        second.send("node-00000", Shutdown(reason="the test is over"))
+        second.pump(0.2)
+        second.close()
+        third.close()
+
+
+def test_a_hub_that_has_read_another_configuration_is_refused(nodes, run_dir):
+    hub = FakeHub(run_dir, nodes.run_id)
+    hub.rendezvous = msgspec.structs.replace(hub.rendezvous, digest="0" * 64)
+    try:
+        hub.publish()
+        assert nodes.start().wait(10) == 1
+        assert "another configuration" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
+        assert hub.heard == []
+    finally:
+        hub.close()
+
+
+def test_a_hub_file_of_another_run_is_refused_by_name(nodes, run_dir):
+    hub = FakeHub(run_dir, "another-run")
+    try:
+        hub.publish()
+        assert nodes.start().wait(10) == 1
+        assert "another-run" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
+    finally:
+        hub.close()
+
+
 def test_a_silent_hub_ends_the_node_after_its_grace(nodes, run_dir):
     from miles_hpc.config.timing import Timing
 
@@ -238,19 +340,24 @@ def test_warden_and_agent_are_small_and_start_fast(nodes, run_dir):
     hub = FakeHub(run_dir, nodes.run_id)
     try:
         hub.publish()
-        started = time.monotonic()
         warden = nodes.start()
         hello = hub.join()
-        seconds = time.monotonic() - started
+        # CPU time: on a machine with other work the clock says little.
+        seconds = sum(_cpu_s(pid) for pid in (warden.pid, hello.pid))
         pss = sum(_pss_kib(pid) for pid in (warden.pid, hello.pid))
         assert pss < 60 * 1024, f"{pss} KiB"
-        assert seconds < 1.0, f"{seconds:.2f} s (0.5 s on an idle machine)"
+        assert seconds < 0.8, f"{seconds:.2f} s"
         loaded = Path(f"/proc/{hello.pid}/maps").read_text()
         assert "torch" not in loaded
         hub.send("node-00000", Shutdown(reason="done"))
         assert warden.wait(5) == 0
     finally:
         hub.close()
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _pss_kib(pid: int) -> int:

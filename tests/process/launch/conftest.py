@@ -43,13 +43,15 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
     return True
 
 
-def joined(run: LocalRun) -> int:
-    """Nodes that the hub has let in."""
+def joined(run: LocalRun, epoch: int = 1, *, anew: bool = False) -> int:
+    """Nodes that the hub of an epoch has let in, or agent incarnations of them with `anew`."""
     log = run.run_dir / "logs" / f"attempt-{run.attempt.number}" / "hub.jsonl"
     if not log.exists():
         return 0
     rows = [msgspec.json.decode(line) for line in log.read_bytes().splitlines() if line.endswith(b"}")]
-    return len({row["node"] for row in rows if row["event"] == "agent_joined"})
+    started = [place for place, row in enumerate(rows) if row["event"] == "hub_started"]
+    rows = rows[started[epoch - 1] :] if len(started) >= epoch else []
+    return len({row["incarnation" if anew else "node"] for row in rows if row["event"] == "agent_joined"})
 
 
 @pytest.fixture

@@ -79,12 +79,20 @@ def test_a_hub_that_dies_without_a_verdict_ends_the_run_with_its_reason(run):
     assert run.leftovers() == []
 
 
-def test_the_first_agent_s_death_ends_the_run(run):
+def test_the_first_agent_s_death_gives_the_run_a_new_hub_that_all_nodes_find(run):
+    other = _pid_of(run, "node-00001", "agent")
     os.kill(_pid_of(run, "node-00000", "agent"), signal.SIGKILL)
-    verdict = run.wait(15)
-    assert verdict is not None and verdict["outcome"] == "failed"
-    assert "killed by signal 9" in verdict["reason"]
-    assert run.leftovers() == []
+    assert eventually(lambda: joined(run, epoch=2) == 2), run.poll()
+    assert run.poll() is None
+    assert _pid_of(run, "node-00001", "agent") == other
+
+
+def test_a_node_whose_agent_is_killed_rejoins_the_same_hub(run):
+    hub, before = _pid_of(run, "node-00000", "hub"), _pid_of(run, "node-00001", "agent")
+    os.kill(before, signal.SIGKILL)
+    assert eventually(lambda: joined(run, anew=True) == 3), run.poll()
+    assert _pid_of(run, "node-00001", "agent") != before
+    assert _pid_of(run, "node-00000", "hub") == hub and run.poll() is None
 
 
 def test_a_warden_that_is_killed_takes_its_node_along(run):

@@ -1,0 +1,42 @@
+"""What an agent is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from miles_hpc.config.timing import Timing
+from miles_hpc.wire.ids import node_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What an agent is started with."""
+
+    run_dir: Path
+    attempt: int
+    node_index: int
+    address: str
+    """IP literal that this node's workers listen on."""
+    run_id: str
+    hub: bool = False
+    """Start the hub on this node."""
+    local_nodes: int = 1
+    """Agents of this run that share this machine."""
+    slurm: bool = False
+    """Signals come from Slurm, which takes the allocation away: they ask for a drain."""
+    incarnation: str
+    lifeline: int = -1
+    """Descriptor that reaches its end when the warden is gone."""
+    timing: Timing = field(default_factory=Timing)
+    port_range: tuple[int, int] | None = None
+    digest: str = ""
+    """What this agent has read (`digest.run_digest`)."""
+
+    @property
+    def node(self) -> str:
+        return node_id(self.node_index)
+
+    @property
+    def log_dir(self) -> Path:
+        return self.run_dir / "logs" / f"attempt-{self.attempt}" / self.node

@@ -1,0 +1,88 @@
+"""Looks for the hub's file, on a thread of its own: a shared file system that stalls must not stall the agent."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_hpc.wire import rendezvous, security
+
+
+@dataclass(frozen=True)
+class Found:
+    """One look. `error` is why nothing there can be used; without error and hub there is none yet."""
+
+    hub: rendezvous.Rendezvous | None = None
+    keys: security.KeyPair | None = None
+    error: str = ""
+
+
+class HubSeeker:
+    """Answers `ask` once, some time later: `fileno` becomes readable, and `take` gives what was found.
+
+    Args:
+        digest: what this agent has read; a hub that has read something else is refused. Empty: not compared.
+    """
+
+    def __init__(self, run_dir: Path, run_id: str, attempt: int, digest: str) -> None:
+        self._run_dir = run_dir
+        self._run_id = run_id
+        self._attempt = attempt
+        self._digest = digest
+        self._wanted = threading.Event()
+        self._result: Found | None = None
+        self._closed = False
+        self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._asked = False
+        # A daemon: one that hangs in the file system must not keep the agent from leaving.
+        threading.Thread(target=self._run, name="seek", daemon=True).start()
+
+    @property
+    def fileno(self) -> int:
+        """For a poller."""
+        return self._read_end
+
+    def ask(self) -> None:
+        """Look once more; does nothing while a look is under way."""
+        if not self._asked:
+            self._asked = True
+            self._wanted.set()
+
+    def take(self) -> Found | None:
+        """The answer, once; None while there is none."""
+        found, self._result = self._result, None
+        if found is not None:
+            os.read(self._read_end, 1)
+            self._asked = False
+        return found
+
+    def close(self) -> None:
+        """Ends the thread at its next turn; the descriptors go with the process, since it may hang."""
+        self._closed = True
+        self._wanted.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            self._wanted.clear()
+            if self._closed:
+                return
+            self._result = self._look()
+            os.write(self._write_end, b"\0")
+
+    def _look(self) -> Found:
+        try:
+            hub = rendezvous.newest(self._run_dir, self._attempt, self._run_id)
+            if hub is None:
+                return Found()
+            if self._digest and hub.digest and hub.digest != self._digest:
+                return Found(
+                    error=f"the hub of epoch {hub.epoch} has read another configuration or package version (digest "
+                    f"{hub.digest[:12]}) than this agent ({self._digest[:12]}); start both from one installation, and "
+                    "leave config.resolved.toml alone during an attempt"
+                )
+            return Found(hub=hub, keys=security.load_client(self._run_dir, self._attempt, "agent"))
+        except (rendezvous.RendezvousError, security.SecurityError, OSError) as error:
+            return Found(error=str(error))
