@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ STATUSES = ("completed", "truncated", "aborted", "failed")
 _TOKEN_COLUMNS = {"token_ids": np.int32, "loss_mask": np.uint8, "logprobs": np.float32}
 _SAMPLE_COLUMNS = {"rewards": np.float32, "sample_index": np.int64, "prompt_index": np.int64, "status": np.uint8}
 _DTYPES = {name: np.dtype(dtype) for name, dtype in (_TOKEN_COLUMNS | _SAMPLE_COLUMNS).items()}
+_EMPTY = {name: np.zeros(0, dtype) for name, dtype in _TOKEN_COLUMNS.items()}
 _FLAT = ("offsets", "span_offsets", "spans", *_TOKEN_COLUMNS, *_SAMPLE_COLUMNS)
 
 
@@ -139,29 +141,25 @@ class RolloutBatch:
             LengthMismatch: mask, log-probs or an extra array of a sample are not as long as its tokens.
             SchemaError: samples differ in their extra columns or texts, or a status has no code.
         """
-        for index, sample in enumerate(samples):
-            _check_sample(index, sample, samples[0])
-        lengths = [len(sample.token_ids) for sample in samples]
-        spans = [np.asarray(sample.versions, np.int64).reshape(-1, 3) for sample in samples]
-        text_names = list(samples[0].texts) if samples else []
-        extra_names = list(samples[0].extra) if samples else []
-        return cls(
-            offsets=offsets_of(lengths),
-            rewards=np.asarray([sample.reward for sample in samples], np.float32),
-            sample_index=np.asarray([sample.sample_index for sample in samples], np.int64),
-            prompt_index=np.asarray([sample.prompt_index for sample in samples], np.int64),
-            status=np.asarray([STATUSES.index(sample.status) for sample in samples], np.uint8),
-            span_offsets=offsets_of([len(rows) for rows in spans]),
-            spans=np.concatenate([np.zeros((0, 3), np.int64), *spans]),
-            texts={name: pack_texts([sample.texts[name] for sample in samples]) for name in text_names},
-            extra={
-                name: np.concatenate([np.asarray(sample.extra[name]) for sample in samples]) for name in extra_names
-            },
-            **{
-                name: np.concatenate([np.zeros(0, dtype), *(np.asarray(getattr(s, name), dtype) for s in samples)])
-                for name, dtype in _TOKEN_COLUMNS.items()
-            },
-        )
+        columns = {
+            name: part
+            if isinstance(part, np.ndarray)
+            else np.concatenate([_EMPTY[name], *part] if name in _EMPTY else part)
+            for name, part in _columns_of(samples).items()
+        }
+        return cls._of_columns(columns)
+
+    @staticmethod
+    def packing_of(samples: Sequence[SampleArrays]) -> Packing:
+        """The parcel of `pack(samples)`, with each token copied once.
+
+        Raises:
+            LengthMismatch, SchemaError: as `pack`.
+        """
+        columns = _columns_of(samples)
+        for name, empty in _EMPTY.items():
+            columns[name] = columns[name] or [empty]
+        return Packing(KIND, columns)
 
     @classmethod
     def concat(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
@@ -277,6 +275,10 @@ class RolloutBatch:
         for name, dtype in _DTYPES.items():
             if columns[name].dtype != dtype:
                 raise SchemaError(f"column {name!r} has type {columns[name].dtype}; expected {dtype}")
+        return cls._of_columns(columns)
+
+    @classmethod
+    def _of_columns(cls, columns: Mapping[str, Array]) -> RolloutBatch:
         texts, extra = {}, {}
         for name in columns:
             if name.startswith("text.") and name.endswith(".offsets"):
@@ -285,6 +287,31 @@ class RolloutBatch:
             elif name.startswith("extra."):
                 extra[name[len("extra.") :]] = columns[name]
         return cls(texts=texts, extra=extra, **{name: columns[name] for name in _FLAT})
+
+
+def _columns_of(samples: Sequence[SampleArrays]) -> dict[str, Any]:
+    """Columns by name; those of tokens as one part for each sample."""
+    for index, sample in enumerate(samples):
+        _check_sample(index, sample, samples[0])
+    columns: dict[str, Any] = {
+        "offsets": offsets_of([len(sample.token_ids) for sample in samples]),
+        "span_offsets": offsets_of([len(sample.versions) for sample in samples]),
+        "spans": np.array([span for sample in samples for span in sample.versions], np.int64).reshape(-1, 3),
+        "rewards": np.array([sample.reward for sample in samples], np.float32),
+        "sample_index": np.array([sample.sample_index for sample in samples], np.int64),
+        "prompt_index": np.array([sample.prompt_index for sample in samples], np.int64),
+        "status": np.array([STATUSES.index(sample.status) for sample in samples], np.uint8),
+    }
+    for name, dtype in _TOKEN_COLUMNS.items():
+        columns[name] = [np.asarray(getattr(sample, name), dtype) for sample in samples]
+    if samples:
+        for name in samples[0].texts:
+            columns[f"text.{name}.offsets"], columns[f"text.{name}.blob"] = pack_texts(
+                [sample.texts[name] for sample in samples]
+            )
+        for name in samples[0].extra:
+            columns[f"extra.{name}"] = [np.asarray(sample.extra[name]) for sample in samples]
+    return columns
 
 
 def _check_offsets(name: str, offsets: Array, end: int) -> None:
