@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -129,7 +128,7 @@ def _find(name: str | Path) -> Path:
     recipe = recipes_dir() / f"{name}.toml"
     if os.sep not in str(name) and recipe.is_file():
         return recipe
-    near = difflib.get_close_matches(str(name), recipe_names(), n=1)
+    near = _close(str(name), recipe_names())
     hint = f"did you mean the recipe {near[0]!r}?" if near else f"recipes are: {', '.join(recipe_names()) or 'none'}"
     raise ConfigError(f"{name}: no such run file and no recipe of that name; {hint}")
 
@@ -241,17 +240,24 @@ def _found(value: Any) -> str:
     return f"{kind} {value!r}"
 
 
+def _close(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The most similar name, if any is similar."""
+    import difflib  # every agent reads a config, and few have a mistake in it
+
+    return difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+
+
 def _nearest(name: str, nodes: dict[str, Node], prefix: str) -> str:
     everywhere = tree.dotted_names()
     same = [dotted for dotted in everywhere if dotted.rpartition(".")[2] == name]
-    here = difflib.get_close_matches(name, nodes, n=1, cutoff=0.6)
+    here = _close(name, nodes, 0.6)
     if same or here:
         best = same[0] if same else prefix + here[0]
         return f": did you mean {best!r}?"
-    near = difflib.get_close_matches(prefix + name, everywhere, n=1, cutoff=0.5)
+    near = _close(prefix + name, everywhere, 0.5)
     if not near:
         last = {dotted.rpartition(".")[2]: dotted for dotted in reversed(everywhere)}
-        near = [last[found] for found in difflib.get_close_matches(name, last, n=1, cutoff=0.6)]
+        near = [last[found] for found in _close(name, last, 0.6)]
     if near:
         return f": did you mean {near[0]!r}?"
     table = f"[{prefix[:-1]}]" if prefix else "the top level"

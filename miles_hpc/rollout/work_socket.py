@@ -202,13 +202,13 @@ class WorkLink:
         if self._closed:
             return
         for event in drain_monitor(self._monitor):
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._on_up()
                 continue
             text = {
                 zmq.EVENT_DISCONNECTED: "the connection broke",
                 zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the executor does not know this process's key",
-            }.get(event["event"], "what listens there ended the handshake: it is no executor of this attempt")
+            }.get(event, "what listens there ended the handshake: it is no executor of this attempt")
             self.close()
             self._on_down(f"{self.address.netloc}: {text}")
             return

@@ -93,7 +93,7 @@ class RpcLink:
         """Handle what the monitor reports."""
         if self.monitor is not None:
             for event in drain_monitor(self.monitor):
-                self._on_event(event["event"])
+                self._on_event(event)
 
     def pump(self) -> bool:
         """Handle events and messages; True when the limit of one turn was reached and more may wait."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+import struct
+from typing import TypeAlias
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.security import KeyPair
@@ -66,12 +65,16 @@ def prepare_client(socket: Socket, keys: KeyPair, server_public: str) -> None:
     socket.set(zmq.RECONNECT_IVL_MAX, 1000)
 
 
-def drain_monitor(monitor: Socket) -> list[Mapping[str, Any]]:
-    """The events that a monitor socket holds, as `zmq.utils.monitor` parses them."""
-    found: list[Mapping[str, Any]] = []
+_EVENT = struct.Struct("=hi")
+"""First frame of a monitor's message: event and value (zmq_socket_monitor(3)). pyzmq's own reader imports asyncio."""
+
+
+def drain_monitor(monitor: Socket) -> list[int]:
+    """The events (zmq.EVENT_…) that a monitor socket holds."""
+    found: list[int] = []
     while True:
         try:
-            found.append(parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK)))
+            found.append(_EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])[0])
         except zmq.Again:
             return found
 

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import zmq
 
@@ -333,8 +333,7 @@ class HubLink:
             self.socket.close(linger=0)
 
 
-def _link_event(event: Mapping[str, Any], endpoint: HostAndPort) -> LinkEvent:
-    kind = event["event"]
+def _link_event(kind: int, endpoint: HostAndPort) -> LinkEvent:
     if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
         return LinkEvent("up", f"connected to {endpoint.netloc}")
     if kind == zmq.EVENT_DISCONNECTED:
