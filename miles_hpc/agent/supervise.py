@@ -24,7 +24,7 @@ from miles_hpc.agent import procfs
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.program import STOP_SIGNAL
 
-Cause = Literal["exited", "stopped", "probe_failed", "start_deadline", "spawn_failed", "stopped_by_slurm"]
+Cause = Literal["exited", "stopped", "probe_failed", "start_deadline", "spawn_failed", "stopped_by_slurm", "port_taken"]
 
 OBSERVE_INTERVAL = 2.0
 """Seconds between two looks at what the workers have started: whoever was seen once is known for good."""

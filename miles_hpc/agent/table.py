@@ -132,11 +132,13 @@ class WorkerTable:
             self._report_unstarted(order.worker, order.generation, "spawn_failed", text)
             return
         row.ports, row.stateful = order.ports, order.stateful
+        busy = self._ports.busy(order.worker)
         error = "" if accept else "the agent is leaving"
-        error = error or self._spawn(row, order)
+        error = error or busy or self._spawn(row, order)
         if error:
             self._forget(row)
-            self._report_unstarted(order.worker, order.generation, "spawn_failed", error)
+            cause: Cause = "port_taken" if accept and busy else "spawn_failed"
+            self._report_unstarted(order.worker, order.generation, cause, error)
 
     def _spawn(self, row: Row, order: StartWorker) -> str:
         """Start the process. Returns why it could not be started, or ""."""
@@ -153,9 +155,6 @@ class WorkerTable:
                 return f"program {order.argv[:1]} is not found or cannot be executed (PATH={env.get('PATH', '')})"
             if order.probe.kind != "none" and order.probe.port not in order.ports:
                 return f"its probe uses port {order.probe.port!r}, but its ports are {sorted(order.ports)}"
-            busy = self._ports.busy(order.worker)
-            if busy:
-                return busy
             row.oom_kills = inventory.oom_kills()
             process = self._supervisor.spawn(
                 order.worker,
@@ -243,7 +242,7 @@ class WorkerTable:
             self._ready(row)
         else:
             text = f"port {port} ({row.probed!r}) is served by another process ({describe_holder(port)})"
-            self._stop(row, "spawn_failed", text, None)
+            self._stop(row, "port_taken", text, None)
 
     def _ready(self, row: Row) -> None:
         row.state = "ready"
@@ -258,6 +257,7 @@ class WorkerTable:
         if cause == "exited" and by_slurm:
             cause = "stopped_by_slurm"
         if cause == "exited" and ended.exit_code and _ADDRESS_IN_USE.search(tail[-8192:]):
+            cause = "port_taken"
             text = f"another process took one of its ports {row.ports} first (EADDRINUSE); {text}".rstrip("; ")
         if ended.leftovers:
             text = f"{text}; {ended.leftovers} processes that it had started were killed".lstrip("; ")

@@ -129,6 +129,8 @@ class Cell:
     deaths: deque[float] = field(default_factory=deque)
     """Times of the budgeted deaths inside the window."""
     retry_at: float = 0.0
+    port_losses: int = 0
+    """Starts in a row that ended because another process was first on a port."""
     unplaced_since: float | None = None
     starts: int = 0
     wanted: bool = True

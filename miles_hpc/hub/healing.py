@@ -29,6 +29,8 @@ class Ending:
     """How the run ends when it cannot go on without the cell."""
     follows: bool = False
     """It ends because another cell of its group does, which was judged."""
+    relaunch: bool = False
+    """It never worked, through no fault of its own: started again whatever its policy."""
 
 
 def group_of(core: Core, cell: Cell) -> list[Cell]:
@@ -48,7 +50,7 @@ def judge(core: Core, cell: Cell, ending: Ending) -> list[Cell]:
         if vital(cell):
             core.decide("drained", f"{core.drain.reason}; {ending.text}: {UNCOMMITTED}")
         return []
-    if cell.spec.restart == "fail_run":
+    if cell.spec.restart == "fail_run" and not ending.relaunch:
         what = "ended before it had finished the run" if cell.spec.category == "driver" else "ended"
         core.decide(ending.outcome, f"cell {cell.id} {what}, and the run cannot go on without it: {ending.text}")
         return []

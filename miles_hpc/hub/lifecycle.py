@@ -9,6 +9,8 @@ from miles_hpc.hub.render import ports_of_worker, start_order
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import PortsReserved, ReservePorts, StopWorker, Superseded, WorkerExited
 
+PORT_RELAUNCHES = 3
+"""Starts on other ports, beside the heal budget, of a cell that lost a race for one of its ports."""
 LAST_LINE_LIMIT = 300
 """Characters of a worker's last line that a reason quotes."""
 
@@ -183,6 +185,7 @@ def on_ready(core: Core, worker: str, generation: Generation, node_id: str) -> N
     found[1].ready = True
     if all(other.ready for other in cell.workers):
         core.change_phase(cell, Phase.READY)
+        cell.port_losses = 0
         core.note("cell_ready", cell=cell.id, generation=str(cell.generation))
         if core.ready_at is None and all(c.phase is Phase.READY for c in core.cells.values() if c.wanted):
             core.ready_at = core.now
@@ -203,6 +206,10 @@ def on_exited(core: Core, report: WorkerExited, node_id: str) -> None:
     text = f"{worker.id} {how_it_ended(report)}"
     if report.cause == "stopped_by_slurm":
         ending = Ending(text, budgeted=False, final=True)
+    elif report.cause == "port_taken" and cell.port_losses < PORT_RELAUNCHES:
+        cell.port_losses += 1
+        worker.ports, worker.keep = None, {}
+        ending = Ending(text, budgeted=False, relaunch=True)
     elif report.cause == "stopped" and core.outcome is None:
         # Nobody here asked for it (else the cell would be STOPPING and this is not read): the agent was told to leave.
         ending = Ending(f"the agent of {node_id} was told to leave: {text}", budgeted=False, outcome="cancelled")

@@ -80,7 +80,7 @@ def test_a_port_that_is_taken_between_reservation_and_start_is_found(hub, node):
             ),
         )
         ended = hub.exited(WORKER)
-        assert ended.cause == "spawn_failed" and f"pid {thief.pid}" in ended.text
+        assert ended.cause == "port_taken" and f"pid {thief.pid}" in ended.text
     finally:
         thief.communicate("")
     # A restart keeps its ports when they are free again.
@@ -103,7 +103,7 @@ def test_a_stranger_that_answers_on_the_port_does_not_make_a_worker_ready(hub, n
     probe = Probe(kind="tcp", port="http")
     hub.start(WORKER, "import signal; signal.pause()", probe=probe, ports={"http": port})
     ended = hub.exited(WORKER)
-    assert ended.cause == "spawn_failed" and f"pid {process.pid}" in ended.text
+    assert ended.cause == "port_taken" and f"pid {process.pid}" in ended.text
     assert hub.reports(WorkerReady) == []
 
 

@@ -86,6 +86,21 @@ def test_a_command_that_cannot_be_rendered_ends_the_run_with_its_pool(fleet, poo
     assert not f.orders(StartWorker)
 
 
+@pytest.mark.parametrize("restart", ["restart", "fail_run"])
+def test_a_lost_race_for_a_port_is_run_again_on_another_and_costs_no_budget(fleet, pool, restart):
+    f = fleet(pool("engine", restart=restart), heal=HealConfig(budget=0))
+    f.clear()
+    for n in range(1, 4):
+        f.die("engine-00000-00000", cause="port_taken", settle=False)
+        assert [(o.generation.n, o.keep) for o in f.orders(ReservePorts)] == [(n + 1, {})]
+        f.settle()
+        f.clear()
+        # It becomes ready in between, unless its ports are taken four times in a row.
+        f.cell("engine-00000").port_losses = n
+    f.die("engine-00000-00000", cause="port_taken")
+    assert [v.outcome for v in f.verdicts] == ["failed"]
+
+
 def test_a_death_stops_the_siblings_and_the_cell_starts_again_when_all_are_gone(fleet, pool):
     f = fleet(pool("engine", num_workers_per_cell=2), pool("other"))
     ports = [dict(w.ports) for w in f.cell("engine-00000").workers]
