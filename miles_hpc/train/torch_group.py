@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,12 +93,13 @@ class Group:
             dist.destroy_process_group()
 
 
-def _store(rank: int, world: int, master: HostAndPort) -> dist.TCPStore:
+def _store(rank: int, world: int, master: HostAndPort) -> Any:
     listener = None
     if rank == 0:
         # By itself the store listens on every address of the machine, where another node's worker may have the port.
         listener = socket.create_server((master.host, master.port), family=_family(master.host))
-    return dist.TCPStore(
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return store(
         master.host,
         master.port,
         world,

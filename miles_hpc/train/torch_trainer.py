@@ -100,7 +100,7 @@ class TorchTrainer(Trainer):
         self._gradients.zero()
         total = self._logprobs(self._model, batch, temperature=1.0)[batch.mask].sum()
         sums = self._group.sum_(torch.stack([total.detach(), batch.mask.sum().float()]))
-        (-total / sums[1]).backward()
+        torch.autograd.backward(-total / sums[1])
         self._gradients.reduce_and_clip(self.config.train.max_grad_norm)
         return float(-sums[0] / sums[1])
 
@@ -139,7 +139,7 @@ class TorchTrainer(Trainer):
                 start_logprobs=self._start_logprobs(micro),
                 kl_coef=train.kl_coef,
             )
-            (found.loss / tokens).backward()
+            torch.autograd.backward(found.loss / tokens)
             distance = (logprobs.detach() - old).abs()
             if distance.numel():
                 gap = max(gap, float(distance.max()))

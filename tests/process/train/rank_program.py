@@ -20,25 +20,35 @@ from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.worker_env import WorkerEnv
 
 
-def rollout(samples=8):
+def shard(rank, world, samples=8):
+    """This rank's samples of a rollout that is the same for every rank and world."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 10, samples)
-    total = int(lengths.sum())
-    mask = (rng.random(total) < 0.7).astype(np.uint8)
+    ends = np.cumsum(lengths)
+    tokens, mask = rng.integers(0, 300, ends[-1]), rng.random(ends[-1]) < 0.7
+    advantages = rng.normal(size=samples)
+    mine = np.arange(rank, samples, world)
+    places = np.concatenate([np.arange(ends[row] - lengths[row], ends[row]) for row in mine])
+    zeros = np.zeros(len(mine), np.int64)
     return TrainBatch(
         rollout_id=1,
         weight_version=1,
+        dp_rank=rank,
+        dp_size=world,
         total_samples=samples,
         total_response_tokens=int(mask.sum()),
-        token_ids=rng.integers(0, 300, total).astype(np.int32),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        response_mask=mask,
-        logprobs=np.full(total, -5.8, np.float32),
-        advantages=rng.normal(size=samples).astype(np.float32),
-        rewards=np.zeros(samples, np.float32),
-        group_index=np.zeros(samples, np.int64),
-        sample_index=np.arange(samples, dtype=np.int64),
-        status=np.zeros(samples, np.uint8),
+        token_ids=tokens[places].astype(np.int32),
+        offsets=np.concatenate([[0], np.cumsum(lengths[mine])]).astype(np.int64),
+        response_mask=mask[places].astype(np.uint8),
+        logprobs=np.full(len(places), -5.8, np.float32),
+        advantages=advantages[mine].astype(np.float32),
+        rewards=zeros.astype(np.float32),
+        group_index=zeros,
+        sample_index=mine,
+        prompt_index=zeros,
+        status=zeros.astype(np.uint8),
+        oldest_version=zeros + 1,
+        micro_batches=np.array([0, len(mine)], np.int64),
     )
 
 
@@ -68,9 +78,8 @@ def main(rank, world, port, model, run_dir, plan):
     if plan == "collective":
         trainer._group.sum_(torch.ones(1))
         return
-    shard = rollout().split(rank, world)
     for _ in range(2):
-        metrics = trainer.train(shard)
+        metrics = trainer.train(shard(rank, world))
     weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
     torch.save(weights, Path(run_dir) / f"weights-{rank}-of-{world}.pt")
     digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()

@@ -73,7 +73,10 @@ def rollout(samples=8, seed=0, policy=None):
         rewards=np.zeros(samples, np.float32),
         group_index=np.zeros(samples, np.int64),
         sample_index=np.arange(samples, dtype=np.int64),
+        prompt_index=np.zeros(samples, np.int64),
         status=np.zeros(samples, np.uint8),
+        oldest_version=np.ones(samples, np.int64),
+        micro_batches=np.array([0, samples], np.int64),
     )
     return batch if policy is None else with_logprobs(batch, policy)
 

@@ -29,7 +29,10 @@ def batch(tokens):
         rewards=zeros[:1],
         group_index=np.zeros(1, np.int64),
         sample_index=np.zeros(1, np.int64),
+        prompt_index=np.zeros(1, np.int64),
         status=np.zeros(1, np.uint8),
+        oldest_version=np.ones(1, np.int64),
+        micro_batches=np.array([0, 1], np.int64),
     )
 
 
