@@ -63,4 +63,7 @@ def merged_summary(
             summary[key] = {**known, **value, **({k: v for k, v in known.items() if v} if key == "seconds" else {})}
         else:
             summary[key] = value
+    # At the verdict nothing runs any more: what was in flight will be handed out again by the next attempt.
+    groups = summary["groups"]
+    groups["returned"] += groups.pop("in_flight", 0)
     return summary

@@ -71,6 +71,12 @@ def test_a_summary_without_a_driver_has_the_whole_schema():
     }
 
 
+def test_what_is_in_flight_at_the_verdict_is_returned_so_that_the_groups_add_up():
+    counts = {"dispatched": 24, "committed": 8, "returned": 1, "dropped": {"lost": 2}, "in_flight": 13}
+    groups = merged_summary({"groups": counts}, **counted())["groups"]
+    assert groups == {"dispatched": 24, "committed": 8, "returned": 14, "dropped": {"lost": 2}}
+
+
 def test_the_drivers_part_completes_the_summary_and_cannot_rewrite_the_hubs():
     driver = {
         "steps": 20,
