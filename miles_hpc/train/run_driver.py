@@ -8,19 +8,18 @@ import functools
 import logging
 import sys
 import time
-from typing import Any
 
 from miles_hpc.config.load import read_resolved
 from miles_hpc.config.schema import Config
-from miles_hpc.inference.client import ControllerClient, controller_address
+from miles_hpc.inference.client import ControllerClient
 from miles_hpc.inference.weights import update_from_disk
-from miles_hpc.rollout.client import ExecutorClient, executor_address
+from miles_hpc.rollout.client import ExecutorClient
 from miles_hpc.rollout.commits import CommitLog
 from miles_hpc.train.driver import Driver
 from miles_hpc.train.progress import MetricsFile, RunSummary
 from miles_hpc.train.publish import WeightPublisher
 from miles_hpc.train.ranks import POOL as TRAINER_POOL
-from miles_hpc.train.ranks import RankClients, rank_address
+from miles_hpc.train.ranks import RankClients
 from miles_hpc.train.tracking import Trackers
 from miles_hpc.wire.client import HubClient, HubError, Pools
 from miles_hpc.wire.messages import Progress
@@ -72,19 +71,12 @@ async def wait_for_parts(hub: HubClient, config: Config) -> None:
         WaitTimeout: naming the first that does not.
     """
     deadline = time.monotonic() + config.timing.start_deadline
-    ranks = config.train.ranks
-
-    def serve(pool: str) -> Any:
-        return lambda pools: _ready(pools, pool)
-
-    for pool, address in (("executor", executor_address), ("controller", controller_address)):
-        await hub.async_wait_for(serve(pool), f"the {pool}", max(0.0, deadline - time.monotonic()))
-        assert address(hub) is not None
-    await hub.async_wait_for(serve(TRAINER_POOL), "the trainer's ranks", max(0.0, deadline - time.monotonic()))
-    assert rank_address(hub, ranks - 1) is not None
+    for pool, what in (("executor", "the executor"), ("controller", "the controller"), (TRAINER_POOL, "the trainer")):
+        left = max(0.0, deadline - time.monotonic())
+        await hub.async_wait_for(functools.partial(_ready, pool), what, left)
 
 
-def _ready(pools: Pools, pool: str) -> bool:
+def _ready(pool: str, pools: Pools) -> bool:
     cells = pools.get(pool) or []
     return bool(cells) and cells[0].ready
 
