@@ -12,8 +12,9 @@ import aiohttp
 
 from miles_hpc.inference.answers import AnswerInvalid, Generation, SamplingParams, Span, parse_answer
 from miles_hpc.inference.engine_api import UNPUBLISHED
-from miles_hpc.inference.http_session import Withdrawn, brief, while_listed
+from miles_hpc.inference.http_session import Withdrawn, brief
 from miles_hpc.inference.router_api import RouterApi, RouterError
+from miles_hpc.inference.streams import IDLE_S, EngineBook, Pulse, SilenceWatch, Silent, StreamCut, read_answer
 
 __all__ = [
     "EngineFailed",
@@ -93,6 +94,8 @@ class GenerateClient:
         http: the caller's client, see `open_http`; it is not closed here.
         vocab_size: ids outside `0..vocab_size-1` are refused here, since one of them kills an engine (seen).
         published_only: an answer of an engine without a published weight version is drawn again.
+        engines: the living engines; with them a request that a lost one held is drawn again at once, see `streams`.
+        idle_s: silence after which a request is given up, unless an engine has a reason for it.
     """
 
     def __init__(
@@ -102,11 +105,14 @@ class GenerateClient:
         vocab_size: int,
         *,
         published_only: bool = False,
+        engines: Callable[[], EngineBook] | None = None,
+        idle_s: float = IDLE_S,
     ) -> None:
         self._router_url = router_url
         self._http = http
         self._vocab_size = vocab_size
         self._published_only = published_only
+        self._watch = SilenceWatch(engines, http, idle_s=idle_s)
         self._last_progress = 0.0
         self.retries = 0
         """Attempts so far that had to be made again."""
@@ -136,6 +142,7 @@ class GenerateClient:
             "input_ids": list(input_ids),
             "sampling_params": sampling.payload(),
             "return_logprob": True,
+            "stream": True,
         }
         headers = {} if routing_key is None else {ROUTING_KEY: routing_key}
         started = time.monotonic()
@@ -173,11 +180,15 @@ class GenerateClient:
         url = self._router_url()
         if url is None:
             raise NoRouter("no router is in the address book")
-        call = self._post(url, payload, headers)
+        pulse = Pulse()
+        call = self._post(url, payload, headers, pulse)
+        left = deadline - time.monotonic()
         try:
-            status, body = await while_listed(call, lambda: self._router_url() == url, deadline - time.monotonic())
+            status, body = await self._watch.follow(call, pulse, lambda: self._router_url() == url, left)
         except Withdrawn as error:
             raise RequestLost(f"router {url} was withdrawn with the request in flight") from error
+        except Silent as error:
+            raise RequestLost(f"router {url}: {error}") from error
         except asyncio.TimeoutError as error:
             raise RequestLost(f"router {url} did not answer before the deadline") from error
         if status != 200:
@@ -192,10 +203,14 @@ class GenerateClient:
             raise UnpublishedWeights(f"an engine behind {url} served weights that nobody published")
         return generation
 
-    async def _post(self, url: str, payload: dict[str, Any], headers: dict[str, str]) -> tuple[int, bytes]:
+    async def _post(
+        self, url: str, payload: dict[str, Any], headers: dict[str, str], pulse: Pulse
+    ) -> tuple[int, bytes]:
         try:
             async with self._http.post(f"{url}/generate", json=payload, headers=headers) as response:
-                return response.status, await response.read()
+                return await read_answer(response, pulse)
+        except StreamCut as error:
+            raise RequestLost(f"router {url}: {error}") from error
         except aiohttp.ClientConnectorError as error:
             raise RouterRefused(f"router {url} refused the connection: {error}") from error
         except (aiohttp.ClientError, OSError) as error:

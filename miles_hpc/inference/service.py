@@ -66,6 +66,11 @@ def router_url_in(pools: Mapping[str, Sequence[CellAddrs]]) -> str | None:
     return None
 
 
+def engine_urls_in(pools: Mapping[str, Sequence[CellAddrs]]) -> dict[tuple[str, Generation], str]:
+    """The engines of an address book, for `GenerateClient`."""
+    return {(engine.cell, engine.generation): engine.url for engine in engines_in(pools) if engine.url}
+
+
 def _url(cell: CellAddrs) -> str:
     address = cell.workers[0].get("http") if cell.workers else None
     return "" if address is None else address.addr

@@ -73,8 +73,15 @@ class Services:
     def engine(self) -> GenerateClient:
         """Generation through the router."""
         from miles_hpc.inference.generate import GenerateClient
+        from miles_hpc.inference.service import engine_urls_in
 
-        return GenerateClient(self._router_url, self.http, self.tokenizer.vocab_size, published_only=True)
+        return GenerateClient(
+            self._router_url,
+            self.http,
+            self.tokenizer.vocab_size,
+            published_only=True,
+            engines=lambda: engine_urls_in(self._pools()),
+        )
 
     @functools.cached_property
     def sessions(self) -> SessionClient:

@@ -13,7 +13,7 @@ from miles_hpc.config.schema import Config
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.inference.generate import GenerateClient
 from miles_hpc.inference.http_session import open_http
-from miles_hpc.inference.service import router_url_in
+from miles_hpc.inference.service import engine_urls_in, router_url_in
 from miles_hpc.session.requests import ChatDefaults
 from miles_hpc.session.server import SessionServer
 from miles_hpc.wire.client import HubClient
@@ -48,7 +48,13 @@ async def serve(env: WorkerEnv, config: Config, hub: HubClient) -> None:
         server = SessionServer(
             f"{env.worker}-g{env.generation}",
             tokenizer,
-            GenerateClient(lambda: router_url_in(hub.pools), http, tokenizer.vocab_size, published_only=True),
+            GenerateClient(
+                lambda: router_url_in(hub.pools),
+                http,
+                tokenizer.vocab_size,
+                published_only=True,
+                engines=lambda: engine_urls_in(hub.pools),
+            ),
             defaults_of(config, tokenizer),
             # Longer than any sample may take, so that only sessions whose user is gone expire.
             idle_s=2 * config.rollout.sample_timeout_s + 60,
