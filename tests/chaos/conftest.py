@@ -35,13 +35,15 @@ def wait_for(condition: Callable[[], T | None], what: str, timeout_s: float = PA
 
 
 class SmokeRun:
-    """One `miles-hpc run smoke`, in a process of its own."""
+    """One `miles-hpc run smoke`, in a process of its own; with `resume` the next attempt of one that has ended."""
 
-    def __init__(self, run_dir: Path, *sets: str) -> None:
+    def __init__(self, run_dir: Path, *sets: str, resume: bool = False) -> None:
         self.run_dir = run_dir
         words = [sys.executable, "-m", "miles_hpc.cli", "run", "smoke", "--run-dir", str(run_dir)]
         for text in sets:
             words += ["--set", text]
+        words += ["--resume"] if resume else []
+        self._rows_before = len(self.metrics())
         self.output = run_dir.with_suffix(".out")
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -85,13 +87,18 @@ class SmokeRun:
 
         return wait_for(all_ready, f"all of {pool} to be ready")
 
-    def step(self) -> int:
-        """Last line of metrics.jsonl."""
+    def metrics(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl, those of earlier attempts too."""
         try:
             lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
         except FileNotFoundError:
-            return 0
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+            return []
+        return [json.loads(line) for line in lines]
+
+    def step(self) -> int:
+        """Last step that was made since this command was started."""
+        rows = self.metrics()[self._rows_before :]
+        return int(rows[-1]["step"]) if rows else 0
 
     def reach(self, step: int, timeout_s: float = PATIENCE_S) -> None:
         """Wait for a step; fails at once when the run ends before it."""
@@ -139,6 +146,15 @@ class SmokeRun:
         lines = [json.loads(line) for line in (self.run_dir / "ledger.jsonl").read_text().splitlines()]
         return sorted(tuple(line[key] for key in keys) for line in lines)
 
+    def left(self) -> list[str]:
+        """Living processes that carry the run's marker."""
+        found = procfs.marked(procfs.snapshot(), f"{self.run_id}/", str(self.run_dir))
+        return [f"{process.pid} {procfs.command_line(process.pid)}" for process in found]
+
+    def last_line(self) -> str:
+        """What the command said last."""
+        return self.output.read_text(errors="replace").rstrip().rpartition("\n")[2]
+
     def tail(self) -> str:
         return self.output.read_text(errors="replace")[-3000:]
 
@@ -173,8 +189,8 @@ def smoke(tmp_path: Path) -> Iterator[Callable[..., SmokeRun]]:
     """Starts runs of `smoke`; what is left of them is gone after the test."""
     runs: list[SmokeRun] = []
 
-    def start(*sets: str, name: str = "run") -> SmokeRun:
-        runs.append(SmokeRun(tmp_path / name, *sets))
+    def start(*sets: str, name: str = "run", resume: bool = False) -> SmokeRun:
+        runs.append(SmokeRun(tmp_path / name, *sets, resume=resume))
         return runs[-1]
 
     yield start
