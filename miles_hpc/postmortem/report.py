@@ -87,7 +87,7 @@ def _draw(directory: Path, steps: list[dict[str, Any]], summary: dict[str, Any])
     axes.plot(*zip(*points, strict=True), marker=".", color="#2563eb", label="training reward (mean of a step)")
     heldout = heldout_points(steps, summary)
     if heldout:
-        axes.plot(*zip(*heldout, strict=True), marker="o", color="#16a34a", label="held-out accuracy (greedy)")
+        axes.plot(*zip(*heldout, strict=True), "o--", color="#16a34a", label="held-out accuracy (greedy)")
     axes.set_xlabel("step")
     axes.set_ylabel("reward")
     axes.grid(alpha=0.3)
@@ -120,8 +120,8 @@ def _is_number(value: Any) -> bool:
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1f2937;background:#fff}
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}img{max-width:100%}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-td,th{padding:.2rem .8rem;border-bottom:1px solid #e5e7eb;text-align:right}
+table{border-collapse:collapse;font-size:.9em;font-variant-numeric:tabular-nums}
+td,th{white-space:nowrap;padding:.2rem .5rem;border-bottom:1px solid #e5e7eb;text-align:right}
 td:first-child,th:first-child{text-align:left}code{background:#f3f4f6;padding:0 .3rem}
 .finished{color:#15803d}.failed{color:#b91c1c}
 .cancelled,.drained{color:#a16207}
