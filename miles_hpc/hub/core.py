@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
 from miles_hpc.hub.actions import EXIT_CODES, Action, Note, Outcome, Send, WriteVerdict
+from miles_hpc.hub.standing import StandingState
 from miles_hpc.hub.summary import Seconds, merged_summary
 from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.wire.ids import Generation, cell_id, worker_id
@@ -62,6 +63,8 @@ class RunInfo:
     digest: str = ""
     hub: str = ""
     """Where the hub listens, for people."""
+    http: str = ""
+    """URL of its HTTP pages."""
     drain_on_signal: bool = False
     """A signal is the scheduler's, which also reaches the hub, and means drain; otherwise it is the user's wish to
     end the run."""
@@ -87,6 +90,9 @@ class Node:
     condition: Literal["alive", "suspect", "dead"] = "alive"
     left: bool = False
     """It said goodbye."""
+    down: bool = False
+    """Whoever lends the nodes is certain that this one does not run."""
+    peer_port: int = 0
     gpu_holders: dict[int, tuple[str, Generation]] = field(default_factory=dict)
     """GPU slot -> the worker that occupies it until it is confirmed gone."""
     strays: dict[str, Generation] = field(default_factory=dict)
@@ -201,6 +207,9 @@ class Core:
         self.first_step_at: float | None = None
         self.group_deaths: dict[str, deque[float]] = {}
         """Group -> times of its budgeted deaths inside the window."""
+        self.standing = StandingState(heard_half_at=now)
+        self.held_decision: tuple[Outcome, str] | None = None
+        """What this hub would have decided while it does not act."""
         self.failure: Failure | None = None
         self.recovery: Recovery | None = None
         """Of a hub that took over from another."""
@@ -256,7 +265,7 @@ class Core:
 
     def heartbeat_scale(self) -> float:
         """Large fleets beat slower: 5000 heartbeats a second are what one hub should read."""
-        return max(1.0, len(self.nodes) / 5000.0 / self.timing.heartbeat)
+        return max(1.0, max(len(self.nodes), self.info.expected_nodes) / 5000.0 / self.timing.heartbeat)
 
     def find(self, worker: str, generation: Generation, node_id: str | None) -> tuple[Cell, Worker] | None:
         """The worker of the current generation, or None for a stale report, another node's, or an unknown one."""
@@ -291,6 +300,11 @@ class Core:
     def decide(self, outcome: Outcome, reason: str) -> None:
         """Fix how the attempt ends. The first decision stands; later ones are consequences of it."""
         if self.outcome is not None:
+            return
+        if not self.standing.acts:
+            # Another hub may act by now: a verdict of this one would end its run.
+            self.held_decision = self.held_decision or (outcome, reason)
+            self.note("decision_held", "warning", outcome=outcome, reason=reason)
             return
         self.outcome, self.decided_at = outcome, self.now
         code = EXIT_CODES[outcome]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from miles_hpc.hub import lifecycle, recovery
+from miles_hpc.hub import lifecycle, recovery, standing
 from miles_hpc.hub.actions import EXIT_CODES
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
 from miles_hpc.hub.healing import Ending
@@ -34,6 +34,7 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
         cpus=hello.cpus,
         gpus=tuple(hello.gpus),
         last_heard=core.now,
+        peer_port=hello.peer_port,
     )
     same = before is not None and before.incarnation == hello.incarnation
     if before is not None:
@@ -43,6 +44,7 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
     core.node_of_peer[peer] = name
     core.note("agent_joined", node=name, host=hello.host, pid=hello.pid, incarnation=hello.incarnation, again=same)
     core.send(peer, welcome(core, node))
+    standing.on_hello(core, node.id)
     if core.shutdown_sent:
         core.send(peer, shutdown_order(core))
         return
@@ -109,7 +111,7 @@ def on_heard(core: Core, node: Node) -> None:
     if node.condition == "alive":
         return
     core.note("node_back", node=node.id, was=node.condition)
-    node.condition = "alive"
+    node.condition, node.down = "alive", False
     # What was given to others while the node was silent must stop before the node gets work again.
     for worker, generation in node.strays.items():
         core.send_node(node.id, StopWorker(worker=worker, generation=generation, reason="superseded while silent"))
@@ -125,11 +127,11 @@ def watch_silence(core: Core) -> None:
         if node.condition == "alive" and silent > core.timing.suspect * scale:
             node.condition = "suspect"
             core.note("node_suspect", "warning", node=node.id, silent_s=round(silent, 3))
-        if node.condition == "suspect" and silent > core.timing.dead * scale:
+        if node.condition == "suspect" and silent > core.timing.dead * scale and core.standing.acts:
             node.condition = "dead"
             core.note("node_dead", "error", node=node.id, silent_s=round(silent, 3))
             _lose_workers(core, node, f"{node.id} ({node.host}) is lost: silent for {silent:.1f} s")
-        elif node.condition == "dead" and silent > core.timing.fence + FENCE_SLACK_S:
+        elif node.condition == "dead" and silent > core.timing.fence + FENCE_SLACK_S and core.standing.acts:
             # By now the agent itself has killed its stateful groups, or the node does not run.
             _count_as_gone(core, node, f"{node.id} is fenced")
 
@@ -138,7 +140,8 @@ def on_down_hosts(core: Core, hosts: Collection[str]) -> None:
     """The site is certain that these do not run: their stateful cells need not wait for the fence."""
     short = {short_name(host) for host in hosts}
     for node in list(core.nodes.values()):
-        if node.condition == "dead" and not node.left and short_name(node.host) in short:
+        node.down = node.condition != "alive" and short_name(node.host) in short
+        if node.condition == "dead" and not node.left and node.down:
             _count_as_gone(core, node, f"{node.id} ({node.host}) is down")
 
 

@@ -21,7 +21,7 @@ def render(status: Mapping[str, Any], counters: Mapping[str, int], pid: int) -> 
     """All metrics in the text format of Prometheus.
 
     Args:
-        status: an object of status.json; `{}` before the first.
+        status: what `views.status_object` gives; `{}` before the first.
         counters: what did not get through, by reason.
         pid: of the hub.
     """
@@ -58,18 +58,18 @@ class _Snapshot(Collector):
 
     def _fleet(self) -> Iterable[Metric]:
         nodes = GaugeMetricFamily("miles_hpc_nodes", "Nodes by state.", labels=["state"])
-        of_state = Counter(node["state"] for node in self._status.get("nodes", ()))
+        of_state = Counter(node.state for node in self._status.get("nodes", ()))
         for state in _NODE_STATES:
             nodes.add_metric([state], of_state[state])
         yield nodes
         cells = GaugeMetricFamily("miles_hpc_cells", "Cells by pool and state.", labels=["pool", "state"])
         restarts = CounterMetricFamily("miles_hpc_cell_restarts", "Starts beyond a cell's first.", labels=["pool"])
         rows = self._status.get("cells", ())
-        for (pool, state), count in sorted(Counter((row["pool"], row["state"]) for row in rows).items()):
+        for (pool, state), count in sorted(Counter((row.pool, row.state) for row in rows).items()):
             cells.add_metric([pool, state], count)
         restarted: Counter[str] = Counter()
         for row in rows:
-            restarted[row["pool"]] += row["restarts"]
+            restarted[row.pool] += row.restarts
         for pool, count in sorted(restarted.items()):
             restarts.add_metric([pool], count)
         yield cells

@@ -19,6 +19,8 @@ from miles_hpc.config.schema import Config
 from miles_hpc.hub import journal
 from miles_hpc.hub.core import RunInfo
 from miles_hpc.hub.eventlog import EventLog
+from miles_hpc.hub.http import HubHttp
+from miles_hpc.hub.limits import descriptors_needed, raise_nofile
 from miles_hpc.hub.server import HubServer
 from miles_hpc.hub.site import Site
 from miles_hpc.hub.state import HubState
@@ -26,11 +28,13 @@ from miles_hpc.hub.verdict import read_outcome
 from miles_hpc.specs.compute import compute_specs
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import node_id
-from miles_hpc.wire.rendezvous import Rendezvous, epochs, publish
-from miles_hpc.wire.security import KeyPair, role_keys
+from miles_hpc.wire.rendezvous import EpochTaken, Rendezvous, RendezvousError, epochs, newest, publish
+from miles_hpc.wire.security import KeyPair, load_http_key, role_keys
 from miles_hpc.wire.sockets import HubSocket
 
 _PR_SET_PDEATHSIG = 1
+EXIT_EPOCH_TAKEN = 3
+"""Another hub has this epoch or a higher one: this one never was."""
 
 
 SiteOf = Callable[[Path, int, Config], Site]
@@ -54,6 +58,9 @@ def main(argv: Sequence[str] | None = None, site_of: SiteOf | None = None) -> in
     try:
         site = site_of(run_dir, attempt, config) if site_of is not None and arguments.slurm else None
         return _serve(arguments, run_dir, config, log, started, site)
+    except EpochTaken as taken:
+        log.write("epoch_taken", "warning", reason=str(taken))
+        return EXIT_EPOCH_TAKEN
     except Exception as error:
         log.write("hub_failed", "error", reason=f"{type(error).__name__}: {error}")
         raise
@@ -67,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--address", required=True, help="IP literal to listen on; other nodes reach the hub there")
     parser.add_argument("--node", default=node_id(0), help="the node that this hub runs on")
+    parser.add_argument("--epoch", type=int, default=0, help="claim this epoch or none; default: the next free one")
     parser.add_argument("--slurm", action="store_true", help="a signal is Slurm's and asks for a drain")
     parser.add_argument("--run-id", default="", help="default: the name of the run directory")
     return parser
@@ -86,21 +94,43 @@ def run_digest(run_dir: Path) -> str:
     return content.hexdigest()
 
 
+def _check_digest(run_dir: Path, attempt: int, digest: str) -> None:
+    """Refuse to claim an epoch over a hub that had read something else.
+
+    Raises:
+        RendezvousError: naming both.
+    """
+    before = newest(run_dir, attempt)
+    if before is not None and before.digest and before.digest != digest:
+        raise RendezvousError(
+            f"the hub of epoch {before.epoch} on {before.node} had read another configuration or package version "
+            f"(digest {before.digest[:12]}) than this one ({digest[:12]}): config.resolved.toml must not change "
+            "during an attempt"
+        )
+
+
 def _serve(
     arguments: argparse.Namespace, run_dir: Path, config: Config, log: EventLog, started: float, site: Site | None
 ) -> int:
     run_id, attempt, address = arguments.run_id or run_dir.name, arguments.attempt, arguments.address
-    epoch = max(epochs(run_dir, attempt), default=0) + 1
+    epoch: int = arguments.epoch or max(epochs(run_dir, attempt), default=0) + 1
     digest = run_digest(run_dir)
+    _check_digest(run_dir, attempt, digest)
     keys = KeyPair.generate()
     specs = compute_specs(config, run_dir)
-    with HubSocket(HostAndPort(address, 0), run_id=run_id, keys=keys, roles=role_keys(run_dir, attempt)) as socket:
+    nodes = config.slurm.nodes if arguments.slurm else config.cluster.local_nodes
+    workers = sum(spec.scheduling.num_cells * spec.scheduling.num_workers_per_cell for spec in specs)
+    raise_nofile(descriptors_needed(nodes, workers), f"the hub of {nodes} nodes and {workers} workers")
+    with (
+        HubSocket(HostAndPort(address, 0), run_id=run_id, keys=keys, roles=role_keys(run_dir, attempt)) as socket,
+        HubHttp(HostAndPort(address, 0), load_http_key(run_dir, attempt), log.recent) as http,
+    ):
         info = RunInfo(
             run_id=run_id,
             attempt=attempt,
             epoch=epoch,
             run_dir=str(run_dir),
-            expected_nodes=config.slurm.nodes if arguments.slurm else config.cluster.local_nodes,
+            expected_nodes=nodes,
             spare_nodes=config.cluster.spare_nodes,
             hub_node=arguments.node,
             drain_on_signal=arguments.slurm,
@@ -108,12 +138,13 @@ def _serve(
             package_version=__version__,
             digest=digest,
             hub=f"{socket.address.netloc} pid {os.getpid()}",
+            http=http.address.addr,
         )
         state = HubState(specs, info, config.heal, config.timing, started)
         if epoch > 1:
             verdict = read_outcome(run_dir, attempt)
             state.take_over(journal.read(run_dir, attempt, epoch), verdict, time.time())
-        server = HubServer(state, socket, log, run_dir, site=site)
+        server = HubServer(state, socket, log, run_dir, site=site, http=http)
         publish(
             run_dir,
             Rendezvous(
@@ -124,11 +155,13 @@ def _serve(
                 port=socket.port,
                 public_key=keys.public,
                 digest=digest,
+                node=arguments.node,
             ),
         )
         log.write(
             "hub_started",
             hub=info.hub,
+            http=info.http,
             epoch=epoch,
             nodes=info.expected_nodes,
             pools={spec.name: spec.scheduling.num_cells for spec in specs},

@@ -32,6 +32,7 @@ from miles_hpc.hub.actions import (
 )
 from miles_hpc.hub.actions import WriteVerdict as Verdict
 from miles_hpc.hub.eventlog import EventLog
+from miles_hpc.hub.http import HubHttp
 from miles_hpc.hub.site import Site, SiteSeen, SiteWatch
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import FileWriter
@@ -56,6 +57,7 @@ class HubServer:
     Args:
         state: built with `clock()` as its start.
         site: who lends the nodes; None for a run on one machine.
+        http: is shown each status; the caller closes it.
         clock: the monotonic clock, in seconds.
     """
 
@@ -67,10 +69,12 @@ class HubServer:
         run_dir: Path,
         *,
         site: Site | None = None,
+        http: HubHttp | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state, self._socket, self._log, self._clock = state, socket, event_log, clock
         core = state.core
+        self._http = http
         self._status_interval = core.timing.status_interval
         # One pipe wakes the poll for what does not come over the network: a verdict that is durable, a signal.
         self._wake_read, self._wake_write = os.pipe()
@@ -134,7 +138,7 @@ class HubServer:
                     if self._site is not None:
                         self._site.ask_about(self._state.core.lost_hosts())
                 if now >= self._next_status:
-                    self._next_status = now + self._status_interval
+                    self._next_status = now + self._status_interval * self._state.core.heartbeat_scale()
                     self._write_files()
                 if now >= next_counters:
                     next_counters = now + COUNTERS_EVERY_S
@@ -152,7 +156,10 @@ class HubServer:
 
     def _write_files(self) -> None:
         core, wall = self._state.core, time.time()
-        self._files.write_status(views.status_object(core, wall))
+        status = views.status_object(core, wall)
+        self._files.write_status(status)
+        if self._http is not None:
+            self._http.show(status, self._counters())
         if not core.recovering and not core.cleans_up:
             content = msgspec.json.encode(journal.take(core, wall))
             if content != self._journal:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
-from miles_hpc.hub import drain, healing, journal, lifecycle, membership, operator, recovery
+from miles_hpc.hub import drain, healing, journal, lifecycle, membership, operator, recovery, standing
 from miles_hpc.hub.actions import Action, Event, HubBroke, HubSignalled, Leave, Outcome, Received, Tick, VerdictWritten
 from miles_hpc.hub.core import LEAVE_SLACK_S, WRITE_PATIENCE_S, Client, Core, RunInfo
 from miles_hpc.hub.render import address_book
@@ -25,6 +25,7 @@ from miles_hpc.wire.messages import (
     FullTable,
     Goodbye,
     Heartbeat,
+    LeaseRenewed,
     PoolAddrs,
     PortsReserved,
     Progress,
@@ -39,7 +40,10 @@ from miles_hpc.wire.messages import (
 OWN_LAG_S = 1.0
 """A hub that did nothing for longer than this was itself stalled, and judges nobody by that time."""
 
-_FromAgent = Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye | DrainRequest
+_FromAgent = (
+    Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye | DrainRequest
+    | LeaseRenewed
+)  # fmt: skip
 _FromClient = ClientHeartbeat | Progress | FinishRun | ReplaceCell
 
 
@@ -101,12 +105,14 @@ class HubState:
                 membership.on_down_hosts(core, down_hosts)
             case Tick():
                 membership.watch_silence(core)
+                standing.watch(core)
                 self._watch_recovery()
                 self._watch_start()
         if core.outcome is None and not core.recovering:
-            lifecycle.advance(core)
-            drain.watch(core)
-            healing.watch_failure(core)
+            if core.standing.acts:
+                lifecycle.advance(core)
+                drain.watch(core)
+                healing.watch_failure(core)
             self._publish()
         self._watch_end()
         out, core.out = core.out, []
@@ -141,7 +147,7 @@ class HubState:
         if node.left:
             return  # it still beats while it waits for the hub's own end
         membership.on_heard(core, node)
-        if core.recovering is not None and not isinstance(message, DrainRequest | Goodbye):
+        if core.recovering is not None and not isinstance(message, DrainRequest | Goodbye | LeaseRenewed):
             recovery.on_report(core.recovering, node, message)
             return
         match message:
@@ -165,6 +171,8 @@ class HubState:
                 lifecycle.on_exited(core, message, node_name)
             case Goodbye():
                 membership.on_goodbye(core, node, message.reason)
+            case LeaseRenewed() if node_name == core.info.hub_node:
+                core.standing.lease_renewed_at = core.now
             case DrainRequest():
                 drain.begin(core, message.reason, message.deadline_s, node_name)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from miles_hpc.hub.actions import EXIT_CODES, Outcome, WriteVerdict
 
 
@@ -57,24 +59,30 @@ def _newer_attempt(run_dir: Path, attempt: int) -> bool:
     return (run_dir / "attempts" / f"{attempt + 1}.json").exists()
 
 
-def replace_json(target: Path, content: dict[str, Any], durable: bool = True) -> None:
+def replace_json(target: Path, content: dict[str, Any]) -> None:
     """Replace a file by rename: a reader sees the old content or the new one, complete.
 
     Raises:
         OSError: when its directory cannot be written.
     """
-    _draft(target, content, durable).replace(target)
+    _draft(target, content).replace(target)
 
 
-def _draft(target: Path, content: dict[str, Any], durable: bool = True) -> Path:
+def _draft(target: Path, content: dict[str, Any]) -> Path:
     draft = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
     with draft.open("x") as file:
-        json.dump(content, file, indent=2 if durable else None)
+        json.dump(content, file, indent=2)
         file.write("\n")
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
     return draft
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """As `replace_json`, for what need not outlast a crash of the machine."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft.write_bytes(content)
+    draft.replace(target)
 
 
 class FileWriter:
@@ -147,14 +155,12 @@ class FileWriter:
             if journal is not None:
                 try:
                     self._journal_path.parent.mkdir(exist_ok=True)
-                    draft = self._journal_path.with_suffix(".draft")
-                    draft.write_bytes(journal)
-                    draft.replace(self._journal_path)
+                    _replace(self._journal_path, journal)
                 except OSError:
                     self.status_failures += 1
             if status is not None:
                 try:
-                    replace_json(self._run_dir / "status.json", status, durable=False)
+                    _replace(self._run_dir / "status.json", msgspec.json.encode(status) + b"\n")
                 except OSError:
                     # Counted and shown with the next status; status.json is a convenience and never ends a run.
                     self.status_failures += 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from miles_hpc.hub.core import Core
 from miles_hpc.wire.messages import CellRow, NodeRow, StatusReply, WorkerRow
 
@@ -54,18 +52,16 @@ def status_reply(core: Core, call_id: str) -> StatusReply:
         age_s=0.0,
         summary=core.driver_summary,
         outcome=core.outcome or "",
+        http=core.info.http,
         draining="" if core.drain is None else core.drain.reason,
     )
 
 
 def status_object(core: Core, written_at: float) -> dict[str, Any]:
-    """The content of status.json: a StatusReply as plain values, its wall clock time, and the summary's seconds."""
-    reply = msgspec.to_builtins(status_reply(core, ""))
-    assert isinstance(reply, dict)
-    reply.pop("type", None)
-    reply.pop("call_id", None)
-    return {**_with_defaults(reply), "written_at": written_at, "healed": core.healed(), "seconds": core.seconds()}
+    """The content of status.json: the fields of a StatusReply, its wall clock time, and the summary's seconds.
 
-
-def _with_defaults(reply: dict[str, Any]) -> dict[str, Any]:
-    return {"summary": {}, "outcome": "", "draining": "", **reply}
+    Rows stay Structs: turning those of a large fleet into plain values is the encoder's work, in another thread.
+    """
+    reply = status_reply(core, "")
+    fields = {name: getattr(reply, name) for name in reply.__struct_fields__ if name != "call_id"}
+    return {**fields, "written_at": written_at, "healed": core.healed(), "seconds": core.seconds()}

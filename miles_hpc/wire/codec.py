@@ -22,6 +22,7 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 _encoder = msgspec.msgpack.Encoder()
 _to_hub: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.ToHub)
+_between_agents: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.BetweenAgents)
 _from_hub: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.FromHub)
 
 # msgspec reports malformed input by its own errors; the others come from values that no struct of ours can hold
@@ -92,6 +93,15 @@ def decode_from_hub(frames: Sequence[Buffer], run_id: str) -> Message:
         DecodeError: when the frames are anything else.
     """
     return _decode(_from_hub, frames, run_id)
+
+
+def decode_from_peer(frames: Sequence[Buffer], run_id: str) -> Message:
+    """Read a message that another agent sent.
+
+    Raises:
+        DecodeError: when the frames are anything else.
+    """
+    return _decode(_between_agents, frames, run_id)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer], run_id: str) -> Message:

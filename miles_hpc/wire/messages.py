@@ -13,6 +13,7 @@ import msgspec
 
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.rendezvous import Rendezvous
 
 PROTOCOL = 1
 
@@ -94,6 +95,8 @@ class AgentHello(Message, frozen=True):
     gpus: list[Gpu] = []
     table: list[WorkerState] = []
     wall_s: float = 0.0
+    peer_port: int = 0
+    """Where this agent answers other agents; 0: it takes no part in a failover."""
     differs: list[str] = []
     """How this node differs from what the scheduler has granted, for people."""
 
@@ -151,6 +154,12 @@ class Goodbye(Message, frozen=True):
     """The agent leaves on purpose; its workers are stopped."""
 
     reason: str = ""
+
+
+class LeaseRenewed(Message, frozen=True):
+    """From the agent beside the hub: the lease on the shared file system is this hub's, and was renewed."""
+
+    counter: int
 
 
 class DrainRequest(Message, frozen=True):
@@ -211,11 +220,61 @@ class HeartbeatSeen(Message, frozen=True):
     seq: int
 
 
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an agent of the run's first job answers other agents."""
+
+    node: str
+    host: str
+    address: str
+    port: int
+
+
+class Roster(Message, frozen=True):
+    """All agents that may become or vote for the next hub; sent again whenever it changes."""
+
+    hub_node: str
+    peers: list[Peer]
+
+
+class Standing(Message, frozen=True):
+    """Whether the hub hears enough of the run to act: to declare dead, to place, to judge."""
+
+    acts: bool
+    lease: bool = True
+    """The agent beside the hub may renew the lease."""
+
+
 class Shutdown(Message, frozen=True):
     """Stop every worker, then leave with `exit_code`."""
 
     reason: str
     exit_code: int = 0
+
+
+# ------------------------------------------------------------------------- agent -> agent, on peer ports
+class PeerAsk(Message, frozen=True):
+    """Do you hear the hub of this epoch?"""
+
+    call_id: str
+    node: str
+    epoch: int
+
+
+class PeerSays(Message, frozen=True):
+    """Answer to PeerAsk."""
+
+    call_id: str
+    node: str
+    epoch: int
+    """Of the hub that this agent obeys."""
+    hears: bool
+    """It has heard a hub of at least the asked epoch within `timing.suspect`, or runs one."""
+
+
+class PeerHub(Message, frozen=True):
+    """There is a newer hub; needs no file system to get through."""
+
+    hub: Rendezvous
 
 
 # ------------------------------------------------------------------------- own programs (role worker) -> hub
@@ -411,6 +470,8 @@ class StatusReply(Message, frozen=True):
     """Why the run drains; empty when it does not."""
     dropped: dict[str, int] = {}
     """What did not get through at the hub, by kind, where there is any."""
+    http: str = ""
+    """Where the hub's /status, /events and /metrics are."""
 
 
 class CellsReply(Message, frozen=True):
@@ -442,18 +503,21 @@ class Failed(Message, frozen=True):
 
 FromAgent = (
     AgentHello | Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye
-    | DrainRequest
+    | DrainRequest | LeaseRenewed
 )  # fmt: skip
 FromClient = ClientHello | ClientHeartbeat | Progress | FinishRun | ReplaceCell
 FromOperator = (
     GetStatus | GetCells | CancelRun | DrainRun | StopCell | StartCell | RestartCell | GetEvents | GetDump
 )  # fmt: skip
 ToHub = FromAgent | FromClient | FromOperator
-ToAgent = Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen
+ToAgent = (
+    Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen | Roster | Standing
+)  # fmt: skip
+BetweenAgents = PeerAsk | PeerSays | PeerHub
 ToClient = ClientWelcome | Refused | PoolAddrs | Superseded | Draining | HeartbeatSeen | Done
 ToOperator = StatusReply | CellsReply | EventsReply | DumpReply | Done | Failed | Refused
 FromHub = (
-    Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen
+    Welcome | Refused | ReservePorts | StartWorker | StopWorker | Shutdown | HeartbeatSeen | Roster | Standing
     | ClientWelcome | PoolAddrs | Superseded | Draining
     | StatusReply | CellsReply | EventsReply | DumpReply | Done | Failed
 )  # fmt: skip

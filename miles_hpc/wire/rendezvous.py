@@ -46,6 +46,8 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """CURVE public key of this epoch's hub, Z85."""
     digest: str = ""
     """Digest of resolved config, package version and runtimes."""
+    node: str = ""
+    """The node that the hub runs on."""
 
     def __post_init__(self) -> None:
         if not self.addresses:

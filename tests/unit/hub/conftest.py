@@ -27,6 +27,7 @@ from miles_hpc.wire.messages import (
     Refused,
     ReservePorts,
     Shutdown,
+    Standing,
     StartWorker,
     StopWorker,
     WorkerExited,
@@ -154,6 +155,8 @@ class Fleet:
         **info: object,
     ) -> None:
         self.now = 1000.0
+        self.lease = True
+        """Whether the agent beside the hub renews the lease."""
         self.specs, self.heal, self.timing = specs, heal or HealConfig(), timing or Timing()
         run = RunInfo(run_id="r", attempt=0, epoch=1, expected_nodes=nodes, **info)
         self.state = HubState(specs, run, self.heal, self.timing, self.now)
@@ -161,6 +164,7 @@ class Fleet:
         self.agents: list[ScriptedAgent] = []
         self.sent: list[Action] = []
         self.notes: list[Note] = []
+        self.standings: list[Standing] = []
         self.reports: list[tuple[bytes, object]] = []
         for index in range(nodes):
             self.add_agent(index, gpus=gpus)
@@ -195,7 +199,9 @@ class Fleet:
     def apply(self, event: object) -> list[Action]:
         actions = self.state.apply(event, self.now)
         self.notes += [action for action in actions if isinstance(action, Note)]
-        actions = [action for action in actions if not isinstance(action, Note)]
+        told = [action for action in actions if isinstance(action, Send) and isinstance(action.message, Standing)]
+        self.standings += [action.message for action in told]
+        actions = [action for action in actions if not isinstance(action, Note) and action not in told]
         self.sent += actions
         for action in actions:
             if isinstance(action, Send):
@@ -230,6 +236,8 @@ class Fleet:
             for agent in self.agents:
                 if not agent.silent and not agent.left:
                     self.receive(agent.peer, Heartbeat(seq=1))
+            if self.lease:
+                self.core.standing.lease_renewed_at = self.now
             self.apply(Tick())
             self.settle()
 
@@ -268,6 +276,7 @@ class Fleet:
 
     def clear(self) -> None:
         self.sent.clear()
+        self.standings.clear()
         self.notes.clear()
         for agent in self.agents:
             agent.orders.clear()

@@ -94,14 +94,14 @@ def test_the_drivers_part_completes_the_summary_and_cannot_rewrite_the_hubs():
 
 
 def test_a_stalled_file_system_stalls_no_caller_and_only_the_newest_status_is_kept(tmp_path, monkeypatch):
-    stalled, written, real = threading.Event(), [], verdict_module.replace_json
+    stalled, written, real = threading.Event(), [], verdict_module._replace
 
-    def slow(target, content, durable=True):
+    def slow(target, content):
         stalled.wait(10)
-        written.append(content)
-        real(target, content, durable)
+        written.append(json.loads(content))
+        real(target, content)
 
-    monkeypatch.setattr(verdict_module, "replace_json", slow)
+    monkeypatch.setattr(verdict_module, "_replace", slow)
     writer = FileWriter(tmp_path, 0, lambda result: None)
     for n in range(100):
         writer.write_status({"n": n})

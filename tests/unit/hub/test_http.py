@@ -11,8 +11,27 @@ import pytest
 from miles_hpc.hub.http import REQUESTS_AT_ONCE, HubHttp
 from miles_hpc.hub.metrics import render
 from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import CellRow, NodeRow
 
 pytestmark = pytest.mark.unit
+
+
+def node(state):
+    return NodeRow(node="node-00000", host="h", address="a", state=state, silent_s=0.1)
+
+
+def cell(pool, state, restarts):
+    return CellRow(
+        cell=f"{pool}-00000",
+        pool=pool,
+        node="node-00000",
+        generation=Generation(1, 1),
+        state=state,
+        workers=[],
+        restarts=restarts,
+    )
+
 
 STATUS = {
     "run_id": "r",
@@ -22,12 +41,8 @@ STATUS = {
     "weight_version": 4,
     "healed": 5,
     "written_at": 1.0,
-    "nodes": [{"state": "alive"}, {"state": "alive"}, {"state": "dead"}],
-    "cells": [
-        {"pool": "engine", "state": "ready", "restarts": 2},
-        {"pool": "engine", "state": "stopped", "restarts": 1},
-        {"pool": "driver", "state": "ready", "restarts": 0},
-    ],
+    "nodes": [node("alive"), node("alive"), node("dead")],
+    "cells": [cell("engine", "ready", 2), cell("engine", "stopped", 1), cell("driver", "ready", 0)],
 }
 EVENTS = [{"event": f"e{n}", "time": float(n)} for n in range(5)]
 

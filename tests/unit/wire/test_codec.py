@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from miles_hpc.wire import codec, messages
 from miles_hpc.wire.address import HostAndPort
-from miles_hpc.wire.codec import DecodeError, decode_from_hub, decode_to_hub, encode
+from miles_hpc.wire.codec import DecodeError, decode_from_hub, decode_from_peer, decode_to_hub, encode
 from miles_hpc.wire.messages import PROTOCOL, Heartbeat, PortInfo, Progress
+from miles_hpc.wire.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.unit
 
@@ -27,11 +28,14 @@ RUN = "run-1"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "messages.json").read_text())
 TO_HUB = get_args(messages.ToHub)
 FROM_HUB = get_args(messages.FromHub)
-ALL = sorted({*TO_HUB, *FROM_HUB}, key=lambda kind: kind.__name__)
+BETWEEN_AGENTS = get_args(messages.BetweenAgents)
+ALL = sorted({*TO_HUB, *FROM_HUB, *BETWEEN_AGENTS}, key=lambda kind: kind.__name__)
 fuzz = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def decode(frames: list[bytes], kind: type) -> Any:
+    if kind in BETWEEN_AGENTS:
+        return decode_from_peer(frames, RUN)
     return (decode_to_hub if kind in TO_HUB else decode_from_hub)(frames, RUN)
 
 
@@ -79,9 +83,12 @@ anything = st.recursive(
 addresses = st.builds(HostAndPort, host=st.from_regex(r"[a-z0-9.:]{1,20}", fullmatch=True), port=st.integers(0, 65535))
 port_infos = st.builds(PortInfo, name=st.text(), static_port=st.integers(0, 65535), num_consecutive=st.integers(1, 99))
 
+rendezvous_files = st.builds(Rendezvous, addresses=st.lists(st.text(), min_size=1, max_size=3))
+
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     special = {Any: anything, HostAndPort: addresses, PortInfo: port_infos, str: st.text(), bool: st.booleans()}
+    special |= {Rendezvous: rendezvous_files}
     special |= {int: st.integers(-(2**63), 2**64 - 1), float: st.floats(allow_nan=False), type(None): st.none()}
     if kind in special:
         return special[kind]

@@ -49,7 +49,7 @@ def minimal(kind: type) -> Any:
 def main() -> None:
     found = json.loads(PATH.read_text()) if PATH.exists() else {"messages": {}}
     found |= {"run_id": "run-1", "header": codec.header("run-1").hex()}
-    kinds = {*get_args(messages.ToHub), *get_args(messages.FromHub)}
+    kinds = {kind for union in (messages.ToHub, messages.FromHub, messages.BetweenAgents) for kind in get_args(union)}
     for kind in sorted(kinds, key=lambda kind: kind.__name__):
         for form, message in (("full", sample(kind, kind.__name__)), ("minimal", minimal(kind))):
             name = f"{kind.__name__}.{form}"
