@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -198,6 +198,8 @@ class Core:
         self.reserved: dict[str, None] = {}
         self.nodes: dict[str, Node] = {}
         self.node_of_peer: dict[bytes, str] = {}
+        self._cells_on: dict[str, dict[str, Cell]] = {}
+        """Node -> cells that may have workers there: with thousands of cells no report may look at all of them."""
         self.clients: dict[bytes, Client] = {}
         self.begun = False
         self.book_dirty = True
@@ -277,7 +279,23 @@ class Core:
                 return cell, candidate
         return None
 
-    def new_workers(self, cell: Cell, places: Iterable[tuple[str, tuple[int, ...]]]) -> list[Worker]:
+    def workers_on(self, node: str) -> list[tuple[Cell, Worker]]:
+        """The workers that are placed on a node and not known to be gone."""
+        found = []
+        for cell in list(self._cells_on.get(node, {}).values()):
+            here = [worker for worker in cell.workers if worker.node == node]
+            found += [(cell, worker) for worker in here if not worker.gone]
+            if not here:
+                del self._cells_on[node][cell.id]
+        return found
+
+    def remember_place(self, node: str, cell: Cell) -> None:
+        """To be called for each worker that is given to a cell: `workers_on` looks nowhere else."""
+        self._cells_on.setdefault(node, {})[cell.id] = cell
+
+    def new_workers(self, cell: Cell, places: Sequence[tuple[str, tuple[int, ...]]]) -> list[Worker]:
+        for node, _ in places:
+            self.remember_place(node, cell)
         return [Worker(worker_id(cell.id, i), i, node, slots) for i, (node, slots) in enumerate(places)]
 
     # ---------------------------------------------------------------------------------------- address book

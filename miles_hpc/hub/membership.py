@@ -52,7 +52,9 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
         recovery.on_table(core.recovering, node, hello.table)
         return
     _reconcile(core, node, hello.table, after_hello=True, same_incarnation=same)
-    if not core.begun and len(list(core.present_nodes())) >= core.info.expected_nodes:
+    # The cheap half first: thousands of nodes say hello one after the other.
+    wanted = core.info.expected_nodes
+    if not core.begun and len(core.nodes) >= wanted and len(list(core.present_nodes())) >= wanted:
         core.begun = True
         core.note("all_nodes_joined", seconds=round(core.now - core.started_at, 3), nodes=len(core.nodes))
 
@@ -120,7 +122,9 @@ def on_heard(core: Core, node: Node) -> None:
 def watch_silence(core: Core) -> None:
     """SUSPECT gets no new work; DEAD loses its cells."""
     scale = core.heartbeat_scale()
-    for node in list(core.nodes.values()):
+    # A fleet that is well costs one comparison a node.
+    noticed = core.now - core.timing.suspect * scale
+    for node in [node for node in core.nodes.values() if node.last_heard < noticed]:
         if node.left:
             continue
         silent = core.now - node.last_heard
@@ -151,7 +155,7 @@ def short_name(host: str) -> str:
 
 
 def _count_as_gone(core: Core, node: Node, text: str) -> None:
-    for cell, worker in _workers_on(core, node):
+    for cell, worker in core.workers_on(node.id):
         lifecycle.on_worker_gone(core, cell, worker, Ending(text, budgeted=False))
 
 
@@ -162,23 +166,14 @@ def on_goodbye(core: Core, node: Node, reason: str) -> None:
     node.gpu_holders.clear()
     node.strays.clear()
     text = f"the agent of {node.id} ({node.host}) left: {reason or 'no reason given'}"
-    for cell, worker in _workers_on(core, node):
+    for cell, worker in core.workers_on(node.id):
         lifecycle.on_worker_gone(core, cell, worker, Ending(text, budgeted=False, outcome="cancelled"))
     if core.begun and not any(core.present_nodes()):
         core.decide("drained" if core.drain else "cancelled", f"every agent has left; the last: {text}")
 
 
-def _workers_on(core: Core, node: Node) -> list[tuple[Cell, Worker]]:
-    return [
-        (cell, worker)
-        for cell in core.cells.values()
-        for worker in cell.workers
-        if worker.node == node.id and not worker.gone
-    ]
-
-
 def _lose_workers(core: Core, node: Node, text: str) -> None:
-    for cell, worker in _workers_on(core, node):
+    for cell, worker in core.workers_on(node.id):
         # It may still run there; should the node come back, it is stopped then.
         node.strays[worker.id] = cell.generation
         ending = Ending(f"{text}, and with it {worker.id}", budgeted=False)
@@ -211,7 +206,7 @@ def _reconcile(core: Core, node: Node, rows: list[WorkerState], *, after_hello: 
         if listed.get(stray) != generation:
             del node.strays[stray]
             node.release(stray, generation)
-    for cell, worker in _workers_on(core, node):
+    for cell, worker in core.workers_on(node.id):
         if listed.get(worker.id) == cell.generation:
             continue
         in_flight = core.now - worker.ordered_at <= core.timing.suspect

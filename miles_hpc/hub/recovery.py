@@ -138,6 +138,7 @@ def _adopt(core: Core, cell: Cell, generation: Generation, found: _Found) -> Non
     cell.starts = max(cell.starts, 1)
     cell.workers = []
     for index, (node, row) in sorted(found.items()):
+        core.remember_place(node.id, cell)
         slots = tuple(slot for slot, gpu in enumerate(node.gpus) if gpu.uuid in row.gpu_uuids)
         cell.workers.append(
             Worker(

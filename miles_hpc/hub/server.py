@@ -44,7 +44,7 @@ from miles_hpc.wire.sockets import HubSocket
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""Longest time between two looks at the clock; all deadlines of the hub are seconds."""
+"""Longest time between two looks at the clock; all deadlines of the hub are seconds, and longer in a large fleet."""
 DRAIN_LIMIT = 512
 """Messages that are handled before the clock is looked at again."""
 COUNTERS_EVERY_S = 10.0
@@ -133,7 +133,7 @@ class HubServer:
                 self._take_wakeups()
                 now = self._clock()
                 if now >= next_tick:
-                    next_tick = now + TICK_S
+                    next_tick = now + TICK_S * self._state.core.heartbeat_scale()
                     self._apply(Tick())
                     if self._site is not None:
                         self._site.ask_about(self._state.core.lost_hosts())

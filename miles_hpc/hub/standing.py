@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from miles_hpc.wire.ids import node_id
 from miles_hpc.wire.messages import Peer, Roster, Standing
 
 if TYPE_CHECKING:
@@ -37,14 +36,11 @@ class StandingState:
 def heard_of_first_job(core: Core) -> tuple[int, int]:
     """How many agents of the first job are heard, and how many of them there are; those that left or are known to be
     down count as neither."""
-    heard = total = 0
-    for index in range(core.info.expected_nodes):
-        node = core.nodes.get(node_id(index))
-        if node is not None and (node.left or node.down):
-            continue
-        total += 1
-        heard += node is not None and node.condition == "alive"
-    return heard, total
+    wanted = core.info.expected_nodes
+    first_job = [node for node in core.nodes.values() if node.index < wanted]
+    out = sum(1 for node in first_job if node.left or node.down)
+    heard = sum(1 for node in first_job if node.condition == "alive" and not (node.left or node.down))
+    return heard, wanted - out
 
 
 def watch(core: Core) -> None:
