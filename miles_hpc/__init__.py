@@ -1,3 +1,21 @@
 """miles_hpc: LLM reinforcement-learning rollouts and training inside a Slurm allocation, with no Ray."""
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+# Name -> module that has it, imported when it is first asked for: programs of a run must not pay for it.
+_LAZY = {"submit": "miles_hpc.cli.submit", "Run": "miles_hpc.launch.run", "State": "miles_hpc.launch.run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

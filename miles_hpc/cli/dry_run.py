@@ -44,20 +44,44 @@ class NotPlaceable(Exception):
     """The cells of this config do not fit the nodes; the text has the numbers."""
 
 
-def plan(config: Config, run_dir: Path, gpus: list[Gpu] | None = None) -> list[Planned]:
+@dataclass(frozen=True)
+class PaperNodes:
+    """The nodes to plan for. `cpus` and `gpus` are those of each node."""
+
+    count: int
+    cpus: float
+    gpus: list[list[Gpu]]
+
+    @classmethod
+    def here(cls, config: Config, gpus: list[Gpu]) -> PaperNodes:
+        """The nodes of a run on this machine, which share its CPUs; the first one has its GPUs."""
+        nodes = config.cluster.local_nodes
+        return cls(nodes, len(os.sched_getaffinity(0)) / nodes, [gpus, *([] for _ in range(nodes - 1))])
+
+    @classmethod
+    def of_job(cls, config: Config) -> PaperNodes:
+        """The nodes that `[slurm]` asks for; whole nodes are taken to have CPUs enough."""
+        slurm = config.slurm
+        gpus = [Gpu(uuid=f"GPU-{index}", index=index) for index in range(slurm.gpus_per_node)]
+        return cls(slurm.nodes, float(slurm.cpus_per_node or 4096), [gpus] * slurm.nodes)
+
+
+def plan(config: Config, run_dir: Path, on: PaperNodes | None = None) -> list[Planned]:
     """Place every cell and render every command; nothing is started and no file is touched.
+
+    Args:
+        on: default: this machine, as if it had no GPUs.
 
     Raises:
         NotPlaceable: when the hub would end the run because a cell fits nowhere.
     """
-    nodes = config.cluster.local_nodes
-    cpus = len(os.sched_getaffinity(0)) / nodes
+    on = on or PaperNodes.here(config, [])
     info = RunInfo(
         run_id=run_dir.name,
         attempt=0,
         epoch=1,
         run_dir=str(run_dir),
-        expected_nodes=nodes,
+        expected_nodes=on.count,
         spare_nodes=config.cluster.spare_nodes,
         hub_node=node_id(0),
         package_version="",
@@ -65,11 +89,11 @@ def plan(config: Config, run_dir: Path, gpus: list[Gpu] | None = None) -> list[P
         hub="dry-run",
     )
     state = HubState(compute_specs(config, run_dir), info, config.heal, config.timing, 0.0)
-    return list(_drive(state, _hellos(nodes, cpus, gpus or [])))
+    return list(_drive(state, _hellos(on)))
 
 
-def _hellos(nodes: int, cpus: float, gpus: list[Gpu]) -> Iterator[Received]:
-    for index in range(nodes):
+def _hellos(on: PaperNodes) -> Iterator[Received]:
+    for index in range(on.count):
         hello = AgentHello(
             incarnation=f"paper-{index}",
             node_index=index,
@@ -79,9 +103,8 @@ def _hellos(nodes: int, cpus: float, gpus: list[Gpu]) -> Iterator[Received]:
             address=f"127.0.0.{index + 2}",
             package_version="",
             digest="",
-            cpus=cpus,
-            # Local nodes share this machine's GPUs; the first one has them.
-            gpus=gpus if index == 0 else [],
+            cpus=on.cpus,
+            gpus=on.gpus[index],
         )
         yield Received(str(index).encode(), hello)
 
@@ -131,15 +154,18 @@ def _env(env: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not name.startswith(_OWN_VARIABLES)}
 
 
-def show(config: Config, run_dir: Path) -> Iterator[str]:
+def show(config: Config, run_dir: Path, on: PaperNodes | None = None) -> Iterator[str]:
     """The resolved config, the placement and every command line, as lines of text.
+
+    Args:
+        on: the nodes to plan for; default: this machine with its GPUs.
 
     Raises:
         NotPlaceable: see `plan`.
     """
-    from miles_hpc.agent.inventory import gpus
+    from miles_hpc.agent import gpus
 
-    planned = plan(config, run_dir, gpus())
+    planned = plan(config, run_dir, on or PaperNodes.here(config, gpus.find(os.environ, wanted=False)))
     yield f"# config ({run_dir}/config.resolved.toml)"
     yield to_toml(config)
     yield "# placement"

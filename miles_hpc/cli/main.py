@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from miles_hpc.cli.exits import BAD_INPUT, CANCELLED, FAILED
 from miles_hpc.cli.live_verbs import add_live_verbs
 from miles_hpc.cli.parsing import Parser, add_files
+from miles_hpc.cli.slurm_verbs import add_slurm_verbs
 
 # Started by programs, with arguments of their own: module that holds `main(argv)`.
 _PROGRAMS = {"agent": "miles_hpc.cli.node", "hub": "miles_hpc.cli.hub"}
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="as JSON schema, for editors")
     form.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
 
+    add_slurm_verbs(verbs)
     add_live_verbs(verbs)
 
     model = verbs.add_parser("make-model", help="build a tiny model with tokenizer and chat template")

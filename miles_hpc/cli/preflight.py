@@ -61,8 +61,12 @@ def resolve(files: list[str], sets: list[str]) -> Loaded:
     return loaded
 
 
-def preflight(loaded: Loaded) -> list[str]:
+def preflight(loaded: Loaded, *, elsewhere: bool = False) -> list[str]:
     """Look at everything that the run will need on this machine, and start nothing.
+
+    Args:
+        elsewhere: the run will be on other machines, which share this one's files: nothing is said about its ports,
+            nor, with a container, about its programs.
 
     Returns:
         Notes for the user that stop nothing.
@@ -73,10 +77,12 @@ def preflight(loaded: Loaded) -> list[str]:
     config = loaded.config
     _check_prompts(loaded)
     _check_model(loaded)
-    _check_interpreters(loaded)
-    _check_packages(loaded)
-    _check_dotted_paths(loaded)
-    _check_ports(loaded)
+    if not (elsewhere and config.slurm.container is not None):
+        _check_interpreters(loaded)
+        _check_packages(loaded)
+        _check_dotted_paths(loaded)
+    if not elsewhere:
+        _check_ports(loaded)
     return list(_notes(config))
 
 

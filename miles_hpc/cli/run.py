@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         loaded = loaded_files(arguments)
-        run_dir = _run_dir(arguments, loaded.config)
+        run_dir = default_run_dir(arguments.run_dir, loaded.config)
         if arguments.dry_run:
             return _dry_run(loaded, run_dir)
         notes = apart(preflight, loaded)
@@ -57,9 +57,10 @@ def loaded_files(arguments: argparse.Namespace) -> Loaded:
     return resolve(files, sets)
 
 
-def _run_dir(arguments: argparse.Namespace, config: Config) -> Path:
-    if arguments.run_dir:
-        return Path(arguments.run_dir).expanduser().absolute()
+def default_run_dir(given: str, config: Config) -> Path:
+    """The directory that was given, or a new one below `runs/`."""
+    if given:
+        return Path(given).expanduser().absolute()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-.") or "run"
     return Path("runs").absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 

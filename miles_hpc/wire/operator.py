@@ -80,13 +80,14 @@ class OperatorClient:
         """End the run as cancelled; returns when the hub has taken it. Raises as `status`."""
         self._ask(CancelRun(call_id=_call_id(), reason=reason), Done)
 
-    def drain(self, reason: str = "", deadline_s: float = 0.0) -> None:
+    def drain(self, reason: str = "", deadline_s: float = 0.0, *, requeue: bool = False) -> None:
         """Let the run commit and end as drained; returns when the hub has taken it. Raises as `status`.
 
         Args:
             deadline_s: until everything stops, committed or not; 0: `timing.drain`.
+            requeue: go on in a new allocation, where there is a scheduler.
         """
-        self._ask(DrainRun(call_id=_call_id(), reason=reason, deadline_s=deadline_s), Done)
+        self._ask(DrainRun(call_id=_call_id(), reason=reason, deadline_s=deadline_s, requeue=requeue), Done)
 
     def stop_cell(self, cell: str, generation: Generation, reason: str = "") -> None:
         """Stop this generation of a cell until `start_cell`; returns when the hub has taken it. Raises as `status`."""
