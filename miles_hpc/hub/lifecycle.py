@@ -71,7 +71,28 @@ def _usable_nodes(core: Core) -> list[Node]:
     return alive[: max(1, core.info.expected_nodes - core.info.spare_nodes)] if core.info.spare_nodes else alive
 
 
+def _kept_places(core: Core, cell: Cell) -> list[Place] | None:
+    """Where the last generation was, if all of that is free: found without a look at the rest of the fleet."""
+    if not cell.previous or core.info.spare_nodes:
+        return None
+    for worker in cell.previous:
+        node = core.nodes.get(worker.node)
+        if node is None or node.condition != "alive" or node.left or _stray_of(node, cell):
+            return None
+        if any(slot in node.gpu_holders or slot >= len(node.gpus) for slot in worker.gpu_slots):
+            return None
+    return [(worker.node, worker.gpu_slots) for worker in cell.previous]
+
+
+def _stray_of(node: Node, cell: Cell) -> bool:
+    """An old process of the cell may still hold its name and ports there."""
+    return any(stray.rpartition("-")[0] == cell.id for stray in node.strays)
+
+
 def _places(core: Core, cell: Cell) -> list[Place] | None:
+    kept = _kept_places(core, cell)
+    if kept is not None:
+        return kept
     need = cell.spec.scheduling
     cpus_used: dict[str, float] = {}
     of_pool: dict[str, int] = {}
@@ -93,8 +114,7 @@ def _places(core: Core, cell: Cell) -> list[Place] | None:
             pool_workers=of_pool.get(node.id, 0),
         )
         for node in usable
-        # An old process of this cell may still hold its name and ports there.
-        if not any(stray.rpartition("-")[0] == cell.id for stray in node.strays)
+        if not _stray_of(node, cell)
     ]
     try:
         return place(

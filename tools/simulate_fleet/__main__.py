@@ -133,6 +133,15 @@ class Simulation:
         times = self.process.cpu_times()
         return float(times.user + times.system)
 
+    def _threads_s(self) -> dict[str, float]:
+        """CPU seconds by kind of thread: libzmq's, and the rest, which shares the interpreter lock."""
+        found = {"zmq": 0.0, "python": 0.0}
+        for task in Path(f"/proc/{self.hub.pid}/task").iterdir():
+            name, fields = (task / "comm").read_text(), (task / "stat").read_text().rpartition(")")[2].split()
+            kind = "zmq" if name.startswith("ZMQ") else "python"
+            found[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return found
+
     def register(self) -> None:
         """All agents connect at once, shake hands, and are let in."""
         before = self.process.memory_full_info().uss
@@ -157,10 +166,11 @@ class Simulation:
         for each in self.load:
             each.tell("window")
             each.said("window")
-        cpu, started = self._cpu_s(), time.monotonic()
+        cpu, started = self._threads_s(), time.monotonic()
         psutil.cpu_times_percent(None)
         sent = self._command(started + seconds)
-        used, took = self._cpu_s() - cpu, time.monotonic() - started
+        took = time.monotonic() - started
+        used = {kind: seconds - cpu[kind] for kind, seconds in self._threads_s().items()}
         everything = psutil.cpu_times_percent(None)
         lags: list[float] = []
         late = 0.0
@@ -175,7 +185,10 @@ class Simulation:
         commands = [(got[key] - at) * 1e3 for key, at in sent.items() if key in got]
         self.results |= {
             "heartbeats_per_s": round(len(lags) / took),
-            "hub_cpu_pct": round(100 * used / took, 1),
+            "hub_cpu_pct": round(100 * sum(used.values()) / took, 1),
+            "hub_python_pct": round(100 * used["python"] / took, 1),
+            "hub_zmq_pct": round(100 * used["zmq"] / took, 1),
+            "us_per_heartbeat": round(1e6 * sum(used.values()) / max(1, len(lags)), 1),
             "lag_p50_ms": percentile(lags, 50),
             "lag_p99_ms": percentile(lags, 99),
             "command_p50_ms": percentile(commands, 50),

@@ -97,7 +97,7 @@ class SimulatedAgent:
             del self.sent[self._seq]
 
     def receive(self) -> list[Message]:
-        taken = []
+        taken: list[Message] = []
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
