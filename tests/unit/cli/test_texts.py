@@ -9,7 +9,7 @@ import pytest
 
 from miles_hpc.cli.exits import one_line
 from miles_hpc.cli.preflight import claim_run_dir, port_holder
-from miles_hpc.cli.run import _again, _run_dir, closing_lines, last_line, newest_checkpoint
+from miles_hpc.cli.run import _again, closing_lines, default_run_dir, last_line, newest_checkpoint
 from miles_hpc.cli.source import find_run
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.load import load
@@ -71,10 +71,10 @@ def test_closing_lines_of_a_run_without_a_summary(tmp_path):
 def test_a_run_directory_is_named_after_the_run_and_never_twice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load([], ["name=my/run ü"])
-    first, second = _run_dir(arguments(), config), _run_dir(arguments(), config)
+    first, second = default_run_dir("", config), default_run_dir("", config)
     assert first != second and first.parent == tmp_path / "runs" and first.name.startswith("my-run-2")
-    assert _run_dir(arguments(), load([], ["name=///"])).name.startswith("run-2")
-    assert _run_dir(arguments(run_dir="here"), Config()) == tmp_path / "here"
+    assert default_run_dir("", load([], ["name=///"])).name.startswith("run-2")
+    assert default_run_dir("here", Config()) == tmp_path / "here"
 
 
 def test_a_claimed_run_directory_is_made_and_an_existing_run_needs_resume(tmp_path):
