@@ -16,6 +16,7 @@ import zmq
 
 import miles_hpc
 from miles_hpc.agent import inventory, procfs
+from miles_hpc.agent.gpus import VISIBLE, NodeGpus
 from miles_hpc.agent.hub_process import HubProcess
 from miles_hpc.agent.link import AgentLink
 from miles_hpc.agent.log import JsonLog
@@ -24,8 +25,12 @@ from miles_hpc.agent.ports import PortLocks, Ports
 from miles_hpc.agent.probes import Probes
 from miles_hpc.agent.scratch import Scratch
 from miles_hpc.agent.seek import HubSeeker
+from miles_hpc.agent.stalls import Stalls
 from miles_hpc.agent.supervise import Supervisor
+from miles_hpc.agent.surroundings import NodeSurroundings
+from miles_hpc.agent.sweep import sweep_the_dead
 from miles_hpc.agent.table import WorkerTable
+from miles_hpc.agent.worker_logs import LogKeeper
 from miles_hpc.wire import rendezvous
 from miles_hpc.wire.messages import (
     AgentHello,
@@ -51,6 +56,8 @@ DRAIN_SLACK = 2.0
 HUB_LINGER = 15.0
 """Seconds that the hub may go on after its own Shutdown: it waits for the other agents."""
 GOODBYE_FLUSH = 1.0
+OWN_LAG = 1.0
+"""An agent whose turn took longer than this was stopped, or starved, itself."""
 FIRST_SEEK, LONGEST_SEEK = 0.02, 0.5
 HELLO_AGAIN = 0.5
 """Seconds until an agent whose node is taken by a dead incarnation says hello once more."""
@@ -67,7 +74,6 @@ class Agent:
         self.link: AgentLink | None = None
         self._clock = time.monotonic
         place = f"{options.run_id}/{options.attempt}/{options.node}/"
-        self._node_mark = place
         self.supervisor = Supervisor(f"{place}{options.incarnation}/", str(options.run_dir))
         self.ports = Ports(
             options.address,
@@ -78,9 +84,21 @@ class Agent:
             locks=PortLocks(),
         )
         self.probes = Probes(self._clock)
-        self.scratch = Scratch(f"{options.run_dir}/{options.attempt}/{options.node}", os.environ)
+        self.stalls = Stalls(self._clock)
+        self._inventory = inventory.take(options.node_index, options.local_nodes, wants_gpus=options.wants_gpus)
+        if options.local_nodes > 1 and (cpus := inventory.cpu_part(options.node_index, options.local_nodes)):
+            # Of this thread alone, which starts all workers.
+            os.sched_setaffinity(0, cpus)
+        self._differs = inventory.differences(self._inventory, options.granted)
+        logs = LogKeeper()
+        self.surroundings = NodeSurroundings(
+            options.log_dir,
+            Scratch(f"{options.run_dir}/{options.attempt}/{options.node}", os.environ, options.scratch),
+            NodeGpus(self._inventory.gpus, os.environ.get(VISIBLE), options.gpu),
+            logs=logs,
+        )
         self.table = WorkerTable(
-            self.supervisor, self.ports, self.probes, self.scratch, options.log_dir, self.log, self._send
+            self.supervisor, self.ports, self.probes, self.stalls, self.surroundings, self.log, self._send
         )
         self.hub = HubProcess(
             options.run_dir,
@@ -92,13 +110,16 @@ class Agent:
             self.supervisor,
             slurm=options.slurm,
         )
-        self._inventory = inventory.take(1.0 / options.local_nodes)
+        logs.watch(self.hub.log_path)
         self._heartbeat_every = options.timing.heartbeat
         self._heartbeat_at = self._full_table_at = math.inf
         self._seq = 0
         now = self._clock()
         self._seeker = HubSeeker(options.run_dir, options.run_id, options.attempt, options.digest)
         self._seek_at, self._seek_pause, self._join_deadline = now, FIRST_SEEK, now + options.timing.join
+        self._turned_at = now
+        self._stood_still = 0.0
+        """Of the silence of the hub, what this agent has slept through itself."""
         self._hello_at = math.inf
         self._hub_silent = self._fenced = False
         self._leaving: tuple[str, int] | None = None
@@ -124,8 +145,14 @@ class Agent:
             cpus=self._inventory.cpus,
             memory_bytes=self._inventory.memory_bytes,
             gpus=len(self._inventory.gpus),
+            scratch=str(self.surroundings.scratch.root),
+            control_groups=self.surroundings.groups.usable,
         )
-        self._sweep_the_dead()
+        for text in self._differs:
+            self.log.write("differs_from_grant", "warning", text=text)
+        swept = sweep_the_dead(self.options)
+        if swept:
+            self.log.write("swept", "warning", processes=swept)
         if self.options.hub:
             self.hub.start()
         while not self._finished():
@@ -135,8 +162,9 @@ class Agent:
                 self._leave("the warden of this agent is gone", 1)
             self.supervisor.reap()
             self._talk()
-            for finding in self.probes.advance(ready):
+            for finding in [*self.probes.advance(ready), *self.stalls.advance()]:
                 self.table.on_finding(finding)
+            self.table.advance()
             for ended in self.supervisor.advance():
                 if ended.name == self.hub.name:
                     self._on_hub_exit(self.hub.describe(ended))
@@ -160,6 +188,8 @@ class Agent:
         deadline = min(
             self.supervisor.next_deadline(),
             self.probes.next_deadline(),
+            self.stalls.next_deadline(),
+            self.table.next_deadline(),
             self._seek_at,
             self._hello_at,
             self._heartbeat_at,
@@ -168,8 +198,22 @@ class Agent:
             math.inf if self._leaving else self._drained_by,
             self._silence_deadline(),
         )
-        timeout = min(max(0.0, deadline - self._clock()), 3600.0)
-        return {fd for fd, _ in poller.poll(math.ceil(timeout * 1000)) if isinstance(fd, int)}
+        now = self._clock()
+        timeout = min(max(0.0, deadline - now), 3600.0)
+        ready = {fd for fd, _ in poller.poll(math.ceil(timeout * 1000)) if isinstance(fd, int)}
+        # From turn to turn: a stop in the middle of one counts as well.
+        stood_still = self._clock() - self._turned_at - timeout
+        self._turned_at = self._clock()
+        if stood_still > OWN_LAG:
+            self._on_pause(stood_still)
+        return ready
+
+    def _on_pause(self, seconds: float) -> None:
+        """This process was stopped, and perhaps all of the machine: nobody is judged by that time."""
+        self.log.write("stood_still", "warning", seconds=round(seconds, 3))
+        self.probes.on_pause(seconds)
+        self.stalls.on_pause(seconds)
+        self._stood_still += seconds
 
     def _finished(self) -> bool:
         return self._leaving is not None and not self.supervisor.workers
@@ -249,14 +293,16 @@ class Agent:
         if self.link is None:
             return self._join_deadline
         timing = self.options.timing
-        return self.link.heard_at + (timing.hub_grace if self._fenced else timing.fence)
+        return self.link.heard_at + (timing.hub_grace + self._stood_still if self._fenced else timing.fence)
 
     def _on_silence(self) -> None:
         """At `fence` a new hub may start stateful cells elsewhere; at `hub_grace` nobody needs this node any more."""
         if self.link is None or self._leaving:
             return
         silent, timing = self.link.silent_for(), self.options.timing
-        if silent >= timing.hub_grace:
+        if silent < timing.suspect:
+            self._stood_still = 0.0
+        if silent - self._stood_still >= timing.hub_grace:
             self._leave(f"the hub was silent for {silent:.0f} s (timing.hub_grace)", 1)
         elif silent >= timing.fence and not self._fenced:
             self._fenced = True
@@ -365,6 +411,7 @@ class Agent:
             gpus=self._inventory.gpus,
             table=self.table.rows(),
             wall_s=time.time(),
+            differs=self._differs,
         )
 
     def _send(self, message: Message) -> None:
@@ -396,23 +443,6 @@ class Agent:
                 self.supervisor.stop(self.hub.name, grace=HUB_GRACE if by_signal else 0.0)
         self.table.stop_all(reason, grace)
 
-    def _sweep_the_dead(self) -> None:
-        """Kill what dead incarnations of this node's agent, or older attempts of this run, have left here."""
-        own = f"{self._node_mark}{self.options.incarnation}/"
-        table = procfs.snapshot()
-        skip = {os.getpid(), os.getppid()}
-        prefixes = [self._node_mark, *(f"{self.options.run_id}/{n}/" for n in range(self.options.attempt))]
-        found = []
-        for prefix in prefixes:
-            for process in procfs.marked(table, prefix, str(self.options.run_dir), skip=skip):
-                mark, _ = procfs.mark_of(process.pid)
-                if not mark.startswith(own) and "/warden/" not in mark:
-                    found.append(process)
-        if found:
-            names = [f"{process.pid} {procfs.command_line(process.pid)[:80]}" for process in found]
-            self.log.write("swept", "warning", processes=names)
-            procfs.kill_all(found)
-
     def _end(self) -> int:
         """All workers are gone: kill what had hidden from them, say goodbye, leave nothing."""
         assert self._leaving is not None
@@ -428,7 +458,7 @@ class Agent:
             self.link.close(GOODBYE_FLUSH)
         self._seeker.close()
         self.ports.close()
-        self.scratch.close()
+        self.surroundings.close()
         self.log.write("left", reason=reason, exit_code=code)
         self.log.close()
         return code

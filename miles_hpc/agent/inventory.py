@@ -1,13 +1,18 @@
-"""What this node has: CPUs, memory, GPUs, and whether the kernel killed something of ours for lack of memory."""
+"""What this node has, CPUs, memory and GPUs, and how that differs from what the scheduler has granted."""
 
 from __future__ import annotations
 
-import importlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from miles_hpc.agent import gpus
+from miles_hpc.agent.cgroups import own_groups
 from miles_hpc.wire.messages import Gpu
+
+_MEBIBYTE = 1 << 20
+_MEMORY_SLACK = 0.02
+"""Schedulers and kernels do not count memory alike to the page."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +22,55 @@ class Inventory:
     gpus: list[Gpu]
 
 
-def take(cpu_share: float = 1.0) -> Inventory:
-    """Look at this machine. `cpu_share` < 1: several nodes of a local run divide it."""
-    return Inventory(cpus=usable_cpus() * cpu_share, memory_bytes=int(memory_limit() * cpu_share), gpus=gpus())
+@dataclass(frozen=True, kw_only=True)
+class Granted:
+    """What the scheduler says that this node may use; 0: not said."""
+
+    cpus: int = 0
+    memory_bytes: int = 0
+    gpus: int = 0
+
+
+def take(
+    index: int = 0, nodes: int = 1, environ: Mapping[str, str] = os.environ, *, wants_gpus: bool = False
+) -> Inventory:
+    """What node `index` of `nodes` nodes on this machine has.
+
+    Raises:
+        GpuError: when the run wants GPUs and those of this node cannot be used.
+    """
+    found = gpus.find(environ, wanted=wants_gpus)
+    return Inventory(
+        cpus=float(len(cpu_part(index, nodes)) or usable_cpus() / nodes),
+        memory_bytes=memory_limit() // nodes,
+        gpus=found[index * len(found) // nodes : (index + 1) * len(found) // nodes],
+    )
+
+
+def cpu_part(index: int, nodes: int) -> set[int]:
+    """The CPUs of one of several nodes on this machine, none of them another's; empty when there are too few."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return set(cpus[index * len(cpus) // nodes : (index + 1) * len(cpus) // nodes]) if len(cpus) >= nodes else set()
+
+
+def differences(found: Inventory, granted: Granted) -> list[str]:
+    """How a node differs from its grant, one line each."""
+    lines = []
+    if granted.cpus and found.cpus < granted.cpus:
+        lines.append(
+            f"this agent may use {found.cpus:g} of the {granted.cpus} CPUs that were granted: is --cpus-per-task "
+            "missing in srun, or does something bind tasks to cores?"
+        )
+    elif granted.cpus and found.cpus > granted.cpus:
+        lines.append(f"this agent may use {found.cpus:g} CPUs, {granted.cpus} were granted: nothing binds it to them")
+    if granted.memory_bytes and found.memory_bytes < granted.memory_bytes * (1 - _MEMORY_SLACK):
+        lines.append(
+            f"this agent may use {found.memory_bytes // _MEBIBYTE} MiB of the {granted.memory_bytes // _MEBIBYTE} MiB "
+            "that were granted: is --mem=0 missing in srun?"
+        )
+    if granted.gpus != len(found.gpus) and (granted.gpus or found.gpus):
+        lines.append(f"this agent sees {len(found.gpus)} GPUs, {granted.gpus} were granted to it")
+    return lines
 
 
 def usable_cpus() -> int:
@@ -29,97 +80,13 @@ def usable_cpus() -> int:
 
 def memory_limit() -> int:
     """Bytes that this process tree may use: the machine's memory, or the limit of its control group."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [total]
-    for directory, name in ((_cgroup_v2(), "memory.max"), (_cgroup_v1(), "memory.limit_in_bytes")):
-        try:
-            limits.append(int((directory / name).read_text(encoding="ascii"))) if directory else None
-        except (OSError, ValueError):
-            continue  # no limit: "max", or the file is not there
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for group in own_groups():
+        # A scheduler limits the job or the step, some levels above its processes.
+        for place in (group, *group.parents):
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                try:
+                    limits.append(int((place / name).read_text(encoding="ascii")))
+                except (OSError, ValueError):
+                    continue  # no limit: "max", or the file is not there
     return min(limits)
-
-
-def gpus() -> list[Gpu]:
-    """GPUs that NVML shows and CUDA_VISIBLE_DEVICES allows; none without NVML's Python binding or driver."""
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # the binding raises its own errors, and any of them means that no GPU can be used
-        return []
-    try:
-        found = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            found.append(
-                Gpu(
-                    uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-                    index=index,
-                    name=_text(nvml.nvmlDeviceGetName(handle)),
-                    memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-                )
-            )
-        return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    finally:
-        nvml.nvmlShutdown()
-
-
-def visible(found: list[Gpu], allowed: str | None) -> list[Gpu]:
-    """Those of `found` that a CUDA_VISIBLE_DEVICES of indices or UUIDs (also shortened) names, in its order.
-
-    As CUDA does, the list ends at the first entry that names no GPU.
-    """
-    if allowed is None:
-        return found
-    chosen = []
-    for item in filter(None, (part.strip() for part in allowed.split(","))):
-        match = [gpu for gpu in found if (item.isdigit() and gpu.index == int(item)) or _is_uuid(gpu.uuid, item)]
-        if len(match) != 1:
-            break
-        chosen.append(match[0])
-    return chosen
-
-
-def _is_uuid(uuid: str, item: str) -> bool:
-    return item.startswith("GPU-") and uuid.startswith(item)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def oom_kills() -> int | None:
-    """How often the kernel has killed in this control group for lack of memory; None where it does not say."""
-    for directory, name in ((_cgroup_v2(), "memory.events"), (_cgroup_v1(), "memory.oom_control")):
-        if directory is None:
-            continue
-        try:
-            lines = (directory / name).read_text(encoding="ascii").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
-                return int(value)
-    return None
-
-
-def _cgroup_v2() -> Path | None:
-    return _cgroup("0::", Path("/sys/fs/cgroup"))
-
-
-def _cgroup_v1() -> Path | None:
-    return _cgroup("memory", Path("/sys/fs/cgroup/memory"))
-
-
-def _cgroup(controller: str, mount: Path) -> Path | None:
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if controller == "0::" and number == "0" and not controllers:
-            return mount / path.lstrip("/")
-        if controller != "0::" and controller in controllers.split(","):
-            return mount / path.lstrip("/")
-    return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from miles_hpc.agent.inventory import Granted
+from miles_hpc.config.schema import GpuConfig
 from miles_hpc.config.timing import Timing
 from miles_hpc.wire.ids import node_id
 
@@ -32,6 +34,12 @@ class Options:
     port_range: tuple[int, int] | None = None
     digest: str = ""
     """What this agent has read (`digest.run_digest`)."""
+    scratch: str = ""
+    """Where temporary files go if that is possible."""
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    wants_gpus: bool = False
+    """Some pool of the run needs GPUs."""
+    granted: Granted = field(default_factory=Granted)
 
     @property
     def node(self) -> str:

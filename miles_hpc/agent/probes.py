@@ -114,6 +114,18 @@ class Probes:
         if watch is not None:
             _close(watch)
 
+    def on_pause(self, seconds: float) -> None:
+        """This agent stood still: what was asked before is thrown away and asked anew, and that time counts for nobody.
+
+        The other end may have been stopped as well, so an answer that is late by the pause says nothing about it.
+        """
+        now = self._clock()
+        for watch in self._watches.values():
+            watch.verdict.started += seconds
+            if watch.connection is not None:
+                _close(watch)
+                watch.next_at = now
+
     def filenos(self) -> dict[int, int]:
         """Descriptors to poll, with `select.POLLIN` or `POLLOUT`."""
         return {

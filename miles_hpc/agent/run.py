@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import resource
 import secrets
@@ -14,12 +15,18 @@ from pathlib import Path
 from miles_hpc.agent.agent import Agent
 from miles_hpc.agent.digest import run_digest
 from miles_hpc.agent.exits import BROKEN
+from miles_hpc.agent.gpus import GpuError
+from miles_hpc.agent.inventory import Granted
 from miles_hpc.agent.options import Options
 from miles_hpc.agent.ports import PortError
 from miles_hpc.agent.scratch import ScratchError
 from miles_hpc.agent.supervise import SpawnError
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.load import read_resolved
+from miles_hpc.config.schema import Config
+
+FILES_NEEDED = 512
+"""Open files of an agent or a hub: sockets, logs and probes of a node's workers, the agents of a small fleet."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--run-id", default="", help="default: the name of the run directory")
     found.add_argument("--local-nodes", type=int, default=1, help="agents of this run on this machine")
     found.add_argument("--slurm", action="store_true", help="signals are Slurm's and ask for a drain")
+    for name, what in (("cpus", "CPUs"), ("memory", "bytes of memory"), ("gpus", "GPUs")):
+        text = f"{what} that the scheduler has granted here; 0: not said"
+        found.add_argument(f"--granted-{name}", type=int, default=0, help=text)
     found.add_argument("--incarnation", default="", help=argparse.SUPPRESS)
     found.add_argument("--lifeline", type=int, default=-1, help=argparse.SUPPRESS)
     return found
@@ -44,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = given.run_dir.absolute()
     if given.lifeline >= 0:
         os.set_inheritable(given.lifeline, False)
-    _raise_file_limit()
     try:
+        _raise_file_limit()
         config = read_resolved(run_dir)
         options = Options(
             run_dir=run_dir,
@@ -61,9 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             timing=config.timing,
             port_range=config.network.port_range,
             digest=run_digest(run_dir),
+            scratch=config.cluster.scratch,
+            gpu=config.gpu,
+            wants_gpus=_wants_gpus(config),
+            granted=Granted(
+                cpus=given.granted_cpus, memory_bytes=given.granted_memory, gpus=max(0, given.granted_gpus)
+            ),
         )
         agent = Agent(options)
-    except (ConfigError, PortError, ScratchError, OSError) as error:
+    except (ConfigError, GpuError, PortError, ScratchError, OSError) as error:
         print(f"agent of node {given.node_index} on {given.address}: {error}", file=sys.stderr)
         return 1
     try:
@@ -77,9 +93,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _raise_file_limit() -> None:
-    """Use every descriptor that the site allows; sockets, logs and probes of many workers need more than 1024."""
+    """Use every descriptor that the site allows; sockets, logs and probes of many workers need more than 1024.
+
+    Raises:
+        OSError: when that is not enough.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FILES_NEEDED:
+        raise OSError(
+            errno.EMFILE,
+            f"at most {hard} open files are allowed here (hard limit, `ulimit -Hn`), and {FILES_NEEDED} are needed: "
+            "ask for more, or give srun --propagate=NONE",
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _wants_gpus(config: Config) -> bool:
+    engines = config.inference
+    return engines.gpus_per_engine > 0 or any(group.gpus_per_engine for group in engines.groups)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Worker processes: how one is started, and when one is *stopped*.
 
 Stopped means that nothing is left: no process of the worker's group or session, no descendant of it wherever it was
-adopted, no process with its marker, and its ports free. The agent is a child subreaper, so every process that a worker
-ever started stays below the agent as long as it lives.
+adopted, no process with its marker or in its control group, and its ports free. The agent is a child subreaper, so
+every process that a worker ever started stays below the agent as long as it lives.
 
 Nothing here blocks: the agent calls `reap` on SIGCHLD and `advance` when `next_deadline` has come.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_hpc.agent import procfs
+from miles_hpc.agent.cgroups import members
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.program import STOP_SIGNAL
 
@@ -74,6 +75,8 @@ class Worker:
     stop_grace: float
     ports_free: Callable[[], str]
     stop_signal: signal.Signals
+    group: Path | None = None
+    """Its control group, where there is one."""
     known: dict[int, int] = field(default_factory=dict)
     """pid -> start time of every living process that was seen to belong to it."""
     status: int | None = None
@@ -120,11 +123,13 @@ class Supervisor:
         *,
         stop_grace: float = 5.0,
         ports_free: Callable[[], str] = str,
+        group: Path | None = None,
     ) -> Worker:
         """Start a program in a session of its own, its output going to the end of `log_path`.
 
         Args:
             ports_free: says "" when all ports of the worker are free, otherwise which one is not.
+            group: control group that the program is put into.
 
         Raises:
             SpawnError: when no process could be made; `argv[0]` that cannot be executed ends the worker with code 127.
@@ -139,7 +144,8 @@ class Supervisor:
         if is_own_program(argv):
             stop_signal = OWN_STOP_SIGNAL
             full_env[STOP_SIGNAL] = stop_signal.name
-        command = [sys.executable, "-I", "-S", SHIM, str(self._pid), str(int(signal.SIGKILL)), PACKAGE_ROOT, *argv]
+        command = [sys.executable, "-I", "-S", SHIM, str(self._pid), str(int(signal.SIGKILL))]
+        command += ["" if group is None else str(group), PACKAGE_ROOT, *argv]
         try:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             pid = os.posix_spawn(
@@ -157,7 +163,9 @@ class Supervisor:
             raise SpawnError(f"cannot start {argv[0]!r} with its log in {log_path}: {error}") from error
         # None only if it is dead already; then nothing can be confused with it, since it is not reaped yet.
         start = procfs.start_time(pid) or 0
-        worker = Worker(name, generation, mark, pid, start, stop_grace, ports_free, stop_signal, known={pid: start})
+        worker = Worker(
+            name, generation, mark, pid, start, stop_grace, ports_free, stop_signal, group, known={pid: start}
+        )
         self.workers[name] = worker
         return worker
 
@@ -224,8 +232,11 @@ class Supervisor:
         mine: dict[str, list[procfs.Process]] = {name: [] for name in self.workers}
         owner_of: dict[int, str] = {}
         unowned = set()
-        for process in procfs.descendants(table, self._pid):  # parents before children
-            owner = self._owner(process, owner_of)
+        in_group = {pid: name for name, worker in self.workers.items() for pid in members(worker.group)}
+        below = procfs.descendants(table, self._pid)  # parents before children
+        adopted = in_group.keys() - {process.pid for process in below}
+        for process in [*below, *(table[pid] for pid in adopted if pid in table)]:
+            owner = in_group.get(process.pid) or self._owner(process, owner_of)
             if owner is not None:
                 owner_of[process.pid] = owner
                 mine[owner].append(process)

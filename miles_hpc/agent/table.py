@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from miles_hpc.agent import inventory, procfs
+from miles_hpc.agent.gpus import GpuError
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.ports import PortError, Ports, describe_holder, is_served_by
 from miles_hpc.agent.probes import Finding, Probes
-from miles_hpc.agent.scratch import Scratch
+from miles_hpc.agent.stalls import Stalls
 from miles_hpc.agent.supervise import Cause, Exit, SpawnError, Supervisor
+from miles_hpc.agent.surroundings import NodeSurroundings, Surroundings, out_of_memory
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     Message,
     PortsReserved,
+    Probe,
     ReservePorts,
     StartWorker,
     StopWorker,
@@ -31,7 +35,12 @@ from miles_hpc.wire.messages import (
 )
 
 LOG_TAIL_BYTES = 64 * 1024
+GPU_LOOK_S = 1.0
+"""Seconds between two looks at GPUs whose memory somebody else still holds."""
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|\[Errno 98\]|os error 98")
+
+
+NO_PROBE = Probe()
 
 
 @dataclass
@@ -44,10 +53,11 @@ class Row:
     ports: dict[str, int] = field(default_factory=dict)
     pid: int = 0
     log_path: str = ""
-    scratch: Path | None = None
-    oom_kills: int | None = None
-    probed: str = ""
-    """Name of the port that the probe uses."""
+    around: Surroundings | None = None
+    order: StartWorker | None = None
+    """Carried out once its GPUs are fresh, or `patience` is over."""
+    patience: float = 0.0
+    probe: Probe = NO_PROBE
     stateful: bool = False
 
 
@@ -63,18 +73,21 @@ class WorkerTable:
         supervisor: Supervisor,
         ports: Ports,
         probes: Probes,
-        scratch: Scratch,
-        log_dir: Path,
+        stalls: Stalls,
+        surroundings: NodeSurroundings,
         log: JsonLog,
         send: Callable[[Message], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._supervisor = supervisor
         self._ports = ports
         self._probes = probes
-        self._scratch = scratch
-        self._log_dir = log_dir
+        self._stalls = stalls
+        self._surroundings = surroundings
         self._log = log
         self._send = send
+        self._clock = clock
+        self._gpu_look_at = math.inf
         self._rows: dict[str, Row] = {}
 
     def rows(self) -> list[WorkerState]:
@@ -131,43 +144,75 @@ class WorkerTable:
             text = f"generation {order.generation} is older than {row.generation}, which is reserved"
             self._report_unstarted(order.worker, order.generation, "spawn_failed", text)
             return
+        if row.order is not None:
+            return  # its GPUs are waited for
         row.ports, row.stateful = order.ports, order.stateful
-        busy = self._ports.busy(order.worker)
-        error = "" if accept else "the agent is leaving"
-        error = error or busy or self._spawn(row, order)
-        if error:
-            self._forget(row)
-            cause: Cause = "port_taken" if accept and busy else "spawn_failed"
-            self._report_unstarted(order.worker, order.generation, cause, error)
+        if not accept:
+            self._refuse(row, "spawn_failed", "the agent is leaving")
+        else:
+            row.order, row.patience = order, self._clock() + self._surroundings.gpus.config.wait_s
+            self._start_when_fresh(row, order)
+
+    def _start_when_fresh(self, row: Row, order: StartWorker) -> None:
+        """Start a worker, or wait while somebody else holds the memory of its GPUs."""
+        gpus = self._surroundings.gpus
+        held = gpus.busy(order.gpu_uuids)
+        if held and self._clock() < row.patience:
+            if self._gpu_look_at == math.inf:
+                self._gpu_look_at = self._clock() + GPU_LOOK_S
+                self._log.write("gpus_awaited", "warning", worker=row.worker, held=held)
+            return
+        row.order = None
+        if held and gpus.config.foreign == "refuse":
+            text = f'not fresh within {gpus.config.wait_s:g} s: {held}; end what holds it, or set gpu.foreign = "warn"'
+            self._refuse(row, "spawn_failed", text)
+            return
+        if held:
+            self._log.write("gpus_held", "warning", worker=row.worker, held=held)
+        if busy := self._ports.busy(row.worker):
+            self._refuse(row, "port_taken", busy)
+        elif error := self._spawn(row, order):
+            self._refuse(row, "spawn_failed", error)
+
+    def next_deadline(self) -> float:
+        """When `advance` has something to do."""
+        return self._gpu_look_at
+
+    def advance(self) -> None:
+        """Start what waited for GPUs that have become free."""
+        if self._clock() >= self._gpu_look_at:
+            self._gpu_look_at = math.inf
+            for row in list(self._rows.values()):
+                if row.order is not None:
+                    self._start_when_fresh(row, row.order)
+
+    def _refuse(self, row: Row, cause: Cause, text: str) -> None:
+        self._forget(row)
+        self._report_unstarted(row.worker, row.generation, cause, text)
 
     def _spawn(self, row: Row, order: StartWorker) -> str:
         """Start the process. Returns why it could not be started, or ""."""
-        env = {**procfs.worker_environ(os.environ), "PYTHONUNBUFFERED": "1"}
-        if order.gpu_uuids:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(order.gpu_uuids)
-        path = self._log_dir / f"{order.worker}.g{order.generation}.log"
-        row.log_path = str(path)
         try:
-            row.scratch = self._scratch.make()
-            env.update(self._scratch.variables(row.scratch))
-            env.update(order.env)
-            if not order.argv or shutil.which(order.argv[0], path=env.get("PATH")) is None:
-                return f"program {order.argv[:1]} is not found or cannot be executed (PATH={env.get('PATH', '')})"
+            row.around = around = self._surroundings.make(order)
+            row.log_path = str(around.log_path)
+            path = around.env.get("PATH")
+            if not order.argv or shutil.which(order.argv[0], path=path) is None:
+                return f"program {order.argv[:1]} is not found or cannot be executed (PATH={path or ''})"
             if order.probe.kind != "none" and order.probe.port not in order.ports:
                 return f"its probe uses port {order.probe.port!r}, but its ports are {sorted(order.ports)}"
-            row.oom_kills = inventory.oom_kills()
             process = self._supervisor.spawn(
                 order.worker,
                 order.generation,
                 order.argv,
-                env,
-                path,
+                around.env,
+                around.log_path,
                 stop_grace=order.stop_grace,
                 ports_free=lambda: self._ports.busy(order.worker),
+                group=around.group,
             )
-        except (SpawnError, OSError) as failure:
+        except (GpuError, SpawnError, OSError) as failure:
             return str(failure)
-        row.pid = process.pid
+        row.pid, row.probe = process.pid, order.probe
         row.state = "starting"
         self._log.write(
             "worker_started",
@@ -181,8 +226,7 @@ class WorkerTable:
         if order.probe.kind == "none":
             self._ready(row)
         else:
-            row.probed = order.probe.port
-            target = HostAndPort(self._ports.address, row.ports[row.probed])
+            target = HostAndPort(self._ports.address, row.ports[order.probe.port])
             self._probes.add(row.worker, row.generation, order.probe, target)
         return ""
 
@@ -217,7 +261,7 @@ class WorkerTable:
                 self._stop(row, "exited", reason, 0.0)
 
     def _stop(self, row: Row, cause: Cause, text: str, grace: float | None) -> None:
-        self._probes.remove(row.worker)
+        self._unwatch(row)
         row.state = "stopping"
         self._supervisor.stop(row.worker, cause, text, grace=grace)
 
@@ -237,15 +281,17 @@ class WorkerTable:
 
     def _on_served(self, row: Row) -> None:
         """Something answers on the worker's port: is it the worker?"""
-        port = row.ports[row.probed]
+        port = row.ports[row.probe.port]
         if is_served_by(port, self._supervisor.pids(row.worker)):
             self._ready(row)
         else:
-            text = f"port {port} ({row.probed!r}) is served by another process ({describe_holder(port)})"
+            text = f"port {port} ({row.probe.port!r}) is served by another process ({describe_holder(port)})"
             self._stop(row, "port_taken", text, None)
 
     def _ready(self, row: Row) -> None:
         row.state = "ready"
+        if row.around is not None:
+            self._stalls.add(row.worker, row.generation, row.around.progress.read, row.probe.stall)
         self._log.write("worker_ready", worker=row.worker, generation=str(row.generation))
         self._send(WorkerReady(worker=row.worker, generation=row.generation))
 
@@ -261,7 +307,7 @@ class WorkerTable:
             text = f"another process took one of its ports {row.ports} first (EADDRINUSE); {text}".rstrip("; ")
         if ended.leftovers:
             text = f"{text}; {ended.leftovers} processes that it had started were killed".lstrip("; ")
-        oom = self._oom(row, ended)
+        oom = "no" if row.around is None else out_of_memory(row.around, ended.signal, killed_by_us=ended.killed_by_us)
         self._forget(row)
         report = WorkerExited(
             worker=row.worker,
@@ -289,21 +335,16 @@ class WorkerTable:
             log_path=row.log_path,
         )
 
-    @staticmethod
-    def _oom(row: Row, ended: Exit) -> Literal["no", "probable", "yes"]:
-        if ended.signal != 9 or ended.killed_by_us:
-            return "no"
-        now = inventory.oom_kills()
-        if now is None or row.oom_kills is None:
-            return "probable"
-        return "yes" if now > row.oom_kills else "no"
+    def _unwatch(self, row: Row) -> None:
+        self._probes.remove(row.worker)
+        self._stalls.remove(row.worker)
 
     def _forget(self, row: Row) -> None:
         """The worker is gone: give back what it held."""
-        self._probes.remove(row.worker)
+        self._unwatch(row)
         self._ports.release(row.worker)
-        if row.scratch is not None:
-            self._scratch.remove(row.scratch)
+        if row.around is not None:
+            self._surroundings.remove(row.around)
         self._rows.pop(row.worker, None)
 
     def _report_unstarted(self, worker: str, generation: Generation, cause: Cause, text: str) -> None:

@@ -40,6 +40,13 @@ class ClusterConfig(_Section, frozen=True):
         PositiveInt, _d("Agents started on this machine by `miles-hpc run`, on 127.0.0.2 and up.")
     ] = 1
     spare_nodes: Annotated[NonNegativeInt, _d("Nodes kept free for replacements.")] = 0
+    scratch: Annotated[
+        str,
+        _d(
+            "Node-local directory for temporary files and caches of compiled code; empty, or not usable on a node: the "
+            "first usable of SLURM_TMPDIR, TMPDIR, /tmp, /dev/shm."
+        ),
+    ] = ""
 
 
 class NetworkConfig(_Section, frozen=True):
@@ -52,6 +59,19 @@ class NetworkConfig(_Section, frozen=True):
     port_range: Annotated[
         tuple[int, int] | None, _d("First and last dynamic port; unset: 20000 up to the kernel's ephemeral range.")
     ] = None
+
+
+class GpuConfig(_Section, frozen=True):
+    """GPUs that others still use when a worker is to start on them."""
+
+    foreign: Annotated[
+        Literal["refuse", "warn"],
+        _d("A worker's GPU whose memory others hold: `refuse` does not start it, `warn` does and names them."),
+    ] = "refuse"
+    min_free: Annotated[
+        float, Meta(gt=0, le=1), _d("Share of a GPU's memory that must be free before a worker starts on it.")
+    ] = 0.9
+    wait_s: Annotated[float, Meta(ge=0), _d("How long that is waited for.")] = 60.0
 
 
 class RuntimeConfig(_Section, frozen=True):
@@ -408,6 +428,7 @@ class Config(_Section, frozen=True):
     ] = []
     cluster: ClusterConfig = ClusterConfig()
     network: NetworkConfig = NetworkConfig()
+    gpu: GpuConfig = GpuConfig()
     runtimes: Annotated[
         dict[str, RuntimeConfig], _d("Runtimes by pool kind: router, engine, trainer, rollout-worker, default ...")
     ] = {}

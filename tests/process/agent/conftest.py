@@ -153,6 +153,7 @@ class FakeHub:
         stop_grace: float = 1.0,
         arguments: tuple[str, ...] = (),
         stateful: bool = False,
+        gpu_uuids: list[str] | None = None,
     ) -> WorkerStarted:
         """Start Python source as a worker."""
         generation = Generation(1, n)
@@ -167,6 +168,7 @@ class FakeHub:
                 probe=probe,
                 stop_grace=stop_grace,
                 stateful=stateful,
+                gpu_uuids=gpu_uuids or [],
             ),
         )
         return self.expect(WorkerStarted, worker, generation)
@@ -192,19 +194,28 @@ class Nodes:
         self.run_id = run_dir.name
         self.wardens: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, index: int = 0, *agent_arguments: str, run_id: str = "") -> subprocess.Popen[bytes]:
+    def start(
+        self, index: int = 0, *agent_arguments: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start a node. `prefix`: a command that execs the warden."""
         node = node_id(index)
         agent = [sys.executable, "-m", "miles_hpc.agent.run", "--run-dir", str(self.run_dir)]
         agent += ["--run-id", self.run_id, "--attempt", "0", "--node-index", str(index)]
         agent += ["--address", f"127.0.0.{index + 2}", *agent_arguments]
         argv = [sys.executable, "-I", "-S", str(WARDEN), "--run-id", self.run_id, "--run-dir", str(self.run_dir)]
         argv += ["--attempt", "0", "--node", node, "--die-with", str(os.getpid()), "--", *agent]
-        env = {**os.environ, procfs.MARK: f"{self.run_id}/0/{node}/0/warden/g0-0", procfs.RUN_DIR: str(self.run_dir)}
+        full_env = {**os.environ, **(env or {}), procfs.RUN_DIR: str(self.run_dir)}
+        full_env[procfs.MARK] = f"{self.run_id}/0/{node}/0/warden/g0-0"
         log = self.run_dir / "logs" / "attempt-0" / node / "warden.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             warden = subprocess.Popen(
-                argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                [*prefix, *argv],
+                env=full_env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         self.wardens[node] = warden
         return warden

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.agent import inventory
+from miles_hpc.agent import cgroups, gpus, inventory
+from miles_hpc.agent.inventory import Granted
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.run import parser
 from miles_hpc.agent.scratch import Scratch, ScratchError, choose_base
@@ -34,29 +35,53 @@ GPUS = [Gpu(uuid=f"GPU-{letter * 8}", index=i) for i, letter in enumerate("abc")
     ],
 )
 def test_cuda_visible_devices_is_read_as_cuda_does(allowed, expected):
-    assert [gpu.index for gpu in inventory.visible(GPUS, allowed)] == expected
+    assert [gpu.index for gpu in gpus.visible(GPUS, allowed)] == expected
 
 
 def test_local_nodes_share_cpus_and_memory():
-    whole, half = inventory.take(), inventory.take(0.5)
-    assert whole.cpus == len(os.sched_getaffinity(0)) and half.cpus == whole.cpus / 2
-    assert 0 < half.memory_bytes <= whole.memory_bytes / 2 + 1
+    whole, parts = inventory.take(), [inventory.take(index, 2) for index in range(2)]
+    assert whole.cpus == len(os.sched_getaffinity(0)) == sum(part.cpus for part in parts)
+    assert all(0 < part.memory_bytes <= whole.memory_bytes / 2 for part in parts)
+
+
+def test_local_nodes_get_disjoint_cpus_while_there_are_enough(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 5, 8, 9})
+    assert [inventory.cpu_part(index, 2) for index in range(2)] == [{3, 4}, {5, 8, 9}]
+    assert [inventory.cpu_part(index, 6) for index in range(6)] == [set()] * 6
+    assert inventory.take(5, 6).cpus == 5 / 6
+
+
+def test_what_differs_from_the_grant_is_said():
+    found = inventory.Inventory(cpus=1.0, memory_bytes=1 << 30, gpus=[])
+    assert inventory.differences(found, Granted()) == []
+    assert inventory.differences(found, Granted(cpus=1, memory_bytes=1 << 30)) == []
+    cpus, memory, gpu = inventory.differences(found, Granted(cpus=8, memory_bytes=2 << 30, gpus=4))
+    assert "1 of the 8 CPUs" in cpus and "--cpus-per-task" in cpus
+    assert "1024 MiB of the 2048 MiB" in memory and "0 GPUs, 4 were granted" in gpu
+    (more,) = inventory.differences(found, Granted(cpus=0, memory_bytes=1)) or ["none"]
+    assert more == "none"
 
 
 def test_a_memory_limit_of_the_control_group_counts(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("12345\n")
     (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
-    monkeypatch.setattr(inventory, "_cgroup_v2", lambda: tmp_path)
+    (tmp_path / "step" / "task").mkdir(parents=True)
+    monkeypatch.setattr(inventory, "own_groups", lambda: [tmp_path / "step" / "task"])
     assert inventory.memory_limit() == 12345
-    assert inventory.oom_kills() == 2
+    assert cgroups.oom_kills(tmp_path) == 2
     (tmp_path / "memory.max").write_text("max\n")
     assert inventory.memory_limit() > 12345
 
 
 def test_oom_kills_are_unknown_without_a_control_group(monkeypatch):
-    monkeypatch.setattr(inventory, "_cgroup_v2", lambda: None)
-    monkeypatch.setattr(inventory, "_cgroup_v1", lambda: None)
-    assert inventory.oom_kills() is None
+    monkeypatch.setattr(cgroups, "own_groups", list)
+    assert cgroups.own_oom_kills() is None
+
+
+def test_without_a_place_of_ours_there_are_no_worker_groups(tmp_path):
+    groups = cgroups.WorkerGroups("mh-test", [tmp_path / "missing", tmp_path])
+    assert not groups.usable and groups.make("w") is None and cgroups.members(None) == []
+    groups.close()
 
 
 def test_scratch_is_the_first_usable_directory(tmp_path):

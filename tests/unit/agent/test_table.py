@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,14 +10,19 @@ from typing import Any
 
 import pytest
 
+from miles_hpc.agent.cgroups import WorkerGroups
+from miles_hpc.agent.gpus import NodeGpus
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.ports import PortLocks, Ports
 from miles_hpc.agent.probes import Finding, Probes
 from miles_hpc.agent.scratch import Scratch
+from miles_hpc.agent.stalls import Stalls
 from miles_hpc.agent.supervise import Exit, SpawnError
+from miles_hpc.agent.surroundings import NodeSurroundings
 from miles_hpc.agent.table import WorkerTable
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
+    Gpu,
     Message,
     PortInfo,
     PortsReserved,
@@ -32,6 +38,7 @@ from miles_hpc.wire.messages import (
 pytestmark = pytest.mark.unit
 
 W = "pool-00000-00000"
+GPUS = [Gpu(uuid="GPU-b", index=1), Gpu(uuid="GPU-a", index=3)]
 
 
 def g(n: int) -> Generation:
@@ -53,7 +60,7 @@ class FakeSupervisor:
     stopped: list[tuple[Any, ...]] = field(default_factory=list)
     failure: str = ""
 
-    def spawn(self, name, generation, argv, env, log_path, *, stop_grace, ports_free):
+    def spawn(self, name, generation, argv, env, log_path, *, stop_grace, ports_free, group):
         if self.failure:
             raise SpawnError(self.failure)
         self.spawned.append({"name": name, "generation": generation, "argv": argv, "env": env, "log": log_path})
@@ -68,7 +75,7 @@ class FakeSupervisor:
 
 
 class Node:
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, inherited: str | None = None) -> None:
         self.sent: list[Message] = []
         self.supervisor = FakeSupervisor()
         self.ports = Ports("127.0.0.9", run_id="r", attempt=0, node="n", locks=PortLocks(str(tmp_path)))
@@ -78,8 +85,10 @@ class Node:
             self.supervisor,  # type: ignore[arg-type]
             self.ports,
             Probes(lambda: 0.0),
-            self.scratch,
-            tmp_path,
+            Stalls(lambda: 0.0),
+            NodeSurroundings(
+                tmp_path, self.scratch, NodeGpus(GPUS, inherited), WorkerGroups("unused", []), environ=os.environ
+            ),
             self.log,
             self.sent.append,
         )
@@ -99,7 +108,7 @@ class Node:
 
     def start(self, n: int = 1, *, accept: bool = True, probe: Probe | None = None, **fields: Any) -> None:
         fields = {"argv": [sys.executable], "env": {}, "ports": {}, **fields}
-        order = StartWorker(worker=W, generation=g(n), probe=probe or Probe(), **fields)
+        order = StartWorker(**{"worker": W, "generation": g(n), "probe": probe or Probe(), **fields})
         self.table.on_start(order, accept=accept)
 
     def end(self, n: int = 1, **fields: Any) -> None:
@@ -240,12 +249,29 @@ def test_a_failed_spawn_is_reported_and_leaves_no_row_and_no_scratch(node):
     assert node.table.rows() == [] and list(node.scratch.root.iterdir()) == []
 
 
-def test_the_order_s_environment_wins_and_gpus_are_given_by_uuid(node, monkeypatch):
-    monkeypatch.setenv("MILES_HPC_WORKER", "outer")
-    node.start(env={"TMPDIR": "/mine", "MILES_HPC_WORKER": W}, gpu_uuids=["GPU-a", "GPU-b"])
+def test_the_order_s_environment_wins(node):
+    node.start(env={"TMPDIR": "/mine", "MILES_HPC_WORKER": W})
     env = node.supervisor.spawned[0]["env"]
     assert env["TMPDIR"] == "/mine" and env["MILES_HPC_WORKER"] == W
-    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b" and env["PYTHONUNBUFFERED"] == "1"
+    assert env["PYTHONUNBUFFERED"] == "1" and env["MILES_HPC_PROGRESS"]
+
+
+@pytest.mark.parametrize(
+    ("inherited", "told"), [(None, "3,1"), ("1,3", "3,1"), ("GPU-b,GPU-a", "GPU-a,GPU-b"), ("", "3,1")]
+)
+def test_gpus_are_given_in_the_form_that_was_inherited(tmp_path, inherited, told):
+    node = Node(tmp_path, inherited)
+    node.start(gpu_uuids=["GPU-a", "GPU-b"])
+    node.start(n=1, worker="pool-00001-00000")
+    with_gpus, without = (call["env"]["CUDA_VISIBLE_DEVICES"] for call in node.supervisor.spawned)
+    assert (with_gpus, without) == (told, "")
+    node.close()
+
+
+def test_a_gpu_of_another_node_is_refused_by_name(node):
+    node.start(gpu_uuids=["GPU-z"])
+    (report,) = node.took()
+    assert isinstance(report, WorkerExited) and report.cause == "spawn_failed" and "no GPU GPU-z" in report.text
 
 
 def test_stop_all_caps_the_grace_and_drops_reservations(node):
@@ -266,12 +292,23 @@ def test_a_lost_port_race_is_named(node, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "killed_by_us", "expected"),
-    [(0, 1, False, "yes"), (1, 1, False, "no"), (None, None, False, "probable"), (0, 1, True, "no")],
+    ("own", "machine", "pressure", "killed_by_us", "expected"),
+    [
+        ((0, 1), (5, 6), False, False, "yes"),
+        ((1, 1), (5, 6), True, False, "no"),
+        ((None, None), (5, 6), False, False, "probable"),
+        ((None, None), (5, 5), True, False, "probable"),
+        ((None, None), (None, None), False, False, "no"),
+        ((0, 1), (5, 6), True, True, "no"),
+    ],
 )
-def test_a_kill_that_was_not_ours_may_be_the_kernel_s(node, monkeypatch, before, after, killed_by_us, expected):
-    counts = iter([before, after])
-    monkeypatch.setattr("miles_hpc.agent.inventory.oom_kills", lambda: next(counts))
+def test_a_kill_that_was_not_ours_may_be_the_kernel_s(
+    node, monkeypatch, own, machine, pressure, killed_by_us, expected
+):
+    own_counts, machine_counts = iter(own), iter(machine)
+    monkeypatch.setattr("miles_hpc.agent.cgroups.own_oom_kills", lambda: next(own_counts))
+    monkeypatch.setattr("miles_hpc.agent.cgroups.machine_oom_kills", lambda: next(machine_counts))
+    monkeypatch.setattr("miles_hpc.agent.cgroups.memory_pressure", lambda: pressure)
     node.start()
     node.took()
     node.end(exit_code=None, signal=9, killed_by_us=killed_by_us)

@@ -1,0 +1,114 @@
+"""What a worker finds around itself: environment, scratch directory, control group, progress counter, bounded log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from miles_hpc.agent import cgroups, procfs
+from miles_hpc.agent.cgroups import WorkerGroups
+from miles_hpc.agent.gpus import NodeGpus
+from miles_hpc.agent.scratch import Scratch
+from miles_hpc.agent.worker_logs import LogKeeper
+from miles_hpc.wire import progress
+from miles_hpc.wire.messages import StartWorker
+
+_PROGRESS = "progress"
+
+
+@dataclass
+class Surroundings:
+    """Those of one worker."""
+
+    env: dict[str, str]
+    scratch: Path
+    log_path: Path
+    group: Path | None
+    progress: progress.ProgressReader
+    kills_before: tuple[int | None, int | None]
+    """How often the kernel had killed for lack of memory in this agent's own group, and on the machine."""
+
+
+class NodeSurroundings:
+    """Makes those of all workers of a node, and takes them away again."""
+
+    def __init__(
+        self,
+        log_dir: Path,
+        scratch: Scratch,
+        gpus: NodeGpus | None = None,
+        groups: WorkerGroups | None = None,
+        logs: LogKeeper | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.gpus = gpus or NodeGpus([])
+        self.scratch = scratch
+        self.groups = groups or WorkerGroups(scratch.name)
+        self.logs = logs
+        self._log_dir = log_dir
+        self._environ = environ
+
+    def make(self, order: StartWorker) -> Surroundings:
+        """Prepare the start of a worker.
+
+        Raises:
+            GpuError: for a GPU that this node does not have.
+            OSError: when the scratch directory cannot be written.
+        """
+        env = {**procfs.worker_environ(self._environ), "PYTHONUNBUFFERED": "1"}
+        env.update(self.gpus.variables(order.gpu_uuids))
+        scratch = self.scratch.make()
+        counter = scratch / _PROGRESS
+        reader = progress.ProgressReader(counter)
+        env.update(self.scratch.variables(scratch))
+        env.update(order.env)
+        env[progress.VARIABLE] = str(counter)
+        log_path = self._log_dir / f"{order.worker}.g{order.generation}.log"
+        if self.logs is not None:
+            self.logs.watch(log_path)
+        return Surroundings(
+            env=env,
+            scratch=scratch,
+            log_path=log_path,
+            group=self.groups.make(order.worker),
+            progress=reader,
+            kills_before=(cgroups.own_oom_kills(), cgroups.machine_oom_kills()),
+        )
+
+    def remove(self, found: Surroundings) -> None:
+        """The worker is gone."""
+        if found.group is not None:
+            self.groups.remove(found.group)
+        if self.logs is not None:
+            self.logs.release(found.log_path)
+        found.progress.close()
+        self.scratch.remove(found.scratch)
+
+    def close(self) -> None:
+        """Every worker is gone."""
+        if self.logs is not None:
+            self.logs.close()
+        self.groups.close()
+        self.scratch.close()
+
+
+def out_of_memory(found: Surroundings, signal: int | None, *, killed_by_us: bool) -> Literal["no", "probable", "yes"]:
+    """Whether the kernel killed a process of this worker because memory had run out.
+
+    Certain by the worker's own control group. By the count of the whole agent's group it is when the worker died of
+    SIGKILL that was not ours. Where neither can be read, such a death while the machine killed others, or waits for
+    memory, makes it probable.
+    """
+    if found.group is not None and (kills := cgroups.oom_kills(found.group)) is not None:
+        return "yes" if kills else "no"
+    if signal != 9 or killed_by_us:
+        return "no"
+    own, machine = cgroups.own_oom_kills(), cgroups.machine_oom_kills()
+    own_before, machine_before = found.kills_before
+    if own is not None and own_before is not None:
+        return "yes" if own > own_before else "no"
+    killed_somewhere = machine is not None and machine_before is not None and machine > machine_before
+    return "probable" if killed_somewhere or cgroups.memory_pressure() else "no"
