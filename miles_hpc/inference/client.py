@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +21,15 @@ from miles_hpc.inference.windows import (
     WindowTimeout,
 )
 from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.ids import cell_of
 from miles_hpc.wire.messages import CellAddrs
-from miles_hpc.wire.rpc import RpcClient, RpcRemoteError
+from miles_hpc.wire.rpc import RpcClient, RpcError, RpcRemoteError
 from miles_hpc.wire.worker_env import WorkerEnv
 
+log = logging.getLogger(__name__)
+
 _CALL_S = 30.0
+_RENEW_S = 5.0
 _ANSWER_MARGIN_S = 10.0
 _ERRORS = {error.__name__: error for error in (WindowTimeout, WindowLost, ServingTimeout, ControllerError)}
 
@@ -55,12 +61,16 @@ class ControllerClient:
 
     def __init__(self, hub: AddressBook) -> None:
         self._rpc = RpcClient(lambda: controller_address(hub), hub.env.run_dir, hub.env.attempt)
+        self._owner = [cell_of(hub.env.worker), str(hub.env.generation)]
+        self._renewals: dict[str, asyncio.Task[None]] = {}
 
     @classmethod
     def at(cls, address: Callable[[], HostAndPort | None], run_dir: Path, attempt: int) -> ControllerClient:
         """A client without an address book."""
         client = cls.__new__(cls)
         client._rpc = RpcClient(address, run_dir, attempt)
+        client._owner = []
+        client._renewals = {}
         return client
 
     async def __aenter__(self) -> ControllerClient:
@@ -70,7 +80,9 @@ class ControllerClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; a window that is still open is not renewed any more."""
+        for window_id in list(self._renewals):
+            self._stop_renewing(window_id)
         await self._rpc.close()
 
     async def start_update_weights(self, timeout_s: float, engines: int | None = None) -> Window:
@@ -80,7 +92,30 @@ class ControllerClient:
             WindowTimeout: when that was not so within `timeout_s`; the text says what was missing.
         """
         params: dict[str, Any] = {"timeout_s": timeout_s} | ({} if engines is None else {"engines": engines})
-        return msgspec.convert(await self._call("start_update_weights", params, timeout_s + _ANSWER_MARGIN_S), Window)
+        if self._owner:
+            params["owner"] = self._owner
+        answer = await self._call("start_update_weights", params, timeout_s + _ANSWER_MARGIN_S)
+        window = msgspec.convert(answer, Window)
+        if self._owner:
+            self._renewals[window.window_id] = asyncio.ensure_future(self._renew(window.window_id))
+        return window
+
+    async def _renew(self, window_id: str) -> None:
+        """Say that the window's owner lives, until the window is over."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            try:
+                await self._call("renew_window", {"window_id": window_id}, _RENEW_S)
+            except WindowLost:
+                return
+            except (ControllerError, RpcError) as error:
+                # Not the end of the window yet: a controller that was stalled may hear the next one.
+                log.warning("window %s could not be renewed: %s", window_id, error)
+
+    def _stop_renewing(self, window_id: str) -> None:
+        task = self._renewals.pop(window_id, None)
+        if task is not None:
+            task.cancel()
 
     async def end_update_weights(
         self, window_id: str, version: int, path: str, failed: Mapping[str, str] | None = None
@@ -97,7 +132,9 @@ class ControllerClient:
             WindowLost: when the window is not open any more; nothing is published then.
         """
         params = {"window_id": window_id, "version": version, "path": str(path), "failed": dict(failed or {})}
-        return dict((await self._call("end_update_weights", params, _CALL_S))["failed"])
+        answer = await self._call("end_update_weights", params, _CALL_S)
+        self._stop_renewing(window_id)
+        return dict(answer["failed"])
 
     async def abort_update_weights(self, window_id: str, reason: str) -> None:
         """Give a window up: its engines load the published weights again before they get traffic.
@@ -105,6 +142,7 @@ class ControllerClient:
         Raises:
             WindowLost: when it is not open any more.
         """
+        self._stop_renewing(window_id)
         await self._call("abort_update_weights", {"window_id": window_id, "reason": reason}, _CALL_S)
 
     async def published(self, version: int, path: str) -> None:

@@ -51,9 +51,11 @@ class LoadWeights(Action):
 
 @dataclass(frozen=True)
 class Resume(Action):
-    """Continue an engine that a dead window may have left paused, then `on_resumed` or `on_failed`."""
+    """Continue an engine that a dead window may have left paused, inside a session or in a group, then `on_resumed` or,
+    when it does not answer, `on_failed`."""
 
     engine: EngineInfo
+    window_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Forget(Action):
 # ------------------------------------------------------------------------------------------------------ state
 @dataclass(frozen=True)
 class Published:
-    """The weights that every engine is to serve."""
+    """The weights that every engine is to serve. Without a path they are in no directory: an engine that lacks them
+    waits for the next window."""
 
     version: int
     path: str
@@ -95,16 +98,30 @@ class Engine:
     activity: Literal["", "loading", "registering", "resuming"] = ""
     load_failures: int = 0
     reason: str = ""
+    found: bool = False
+    """It was there before this controller: what routers list of it stays listed until it is judged."""
+    epoch: int = 0
+    """Raised by everything after which an older look at its health says nothing."""
 
     @property
     def fit_for_window(self) -> bool:
         return self.state in (EngineState.PENDING_WEIGHTS, EngineState.SERVING)
 
 
+@dataclass(frozen=True)
+class Owner:
+    """Who opened a window: a generation of a cell of this run."""
+
+    cell: str
+    generation: Generation
+
+
 @dataclass
 class OpenWindow:
     window: Window
     deadline: float
+    owner: Owner | None = None
+    lease_until: float = float("inf")
 
 
 @dataclass
@@ -117,6 +134,8 @@ class Controller:
     """Router cell -> urls that it lists as healthy, since its present generation."""
     published: Published | None = None
     window: OpenWindow | None = None
+    begun: bool = False
+    """An address book was seen."""
     window_wanted: bool = False
     """Someone waits for a window: no engine begins a load of its own that the window would wait for."""
 
@@ -132,11 +151,19 @@ class Controller:
                 del self.engines[cell]
                 actions.append(Forget(engine.info))
         for cell, info in found.items():
-            engine = self.engines.setdefault(cell, Engine(info))
+            engine = self.engines.setdefault(cell, Engine(info, found=not self.begun))
             if engine.state is EngineState.UNINITIALIZED and info.url:
                 engine.info, engine.state = info, EngineState.INITIALIZING
                 actions.append(AwaitHealth(info))
+        self.begun = True
         return actions + self._sync_if_changed(before)
+
+    def on_cells(self, living: Mapping[str, Generation]) -> tuple[list[Action], str]:
+        """All cells of the address book: a window whose owner is gone is aborted; its id, or an empty text."""
+        owner = None if self.window is None else self.window.owner
+        if owner is None or living.get(owner.cell) == owner.generation:
+            return [], ""
+        return self._abort_open()
 
     def on_routers(self, routers: Mapping[str, tuple[Generation, str]]) -> list[Action]:
         """The address book's routers: cell -> (generation, url). A new generation lists nobody."""
@@ -156,13 +183,18 @@ class Controller:
                 engine.activity, engine.state = "", EngineState.SERVING
 
     # -------------------------------------------------------------------------------------- engines' outcomes
-    def on_healthy(self, info: EngineInfo, version: int) -> list[Action]:
-        """`/health` is 200, and the label says `version`."""
+    def on_healthy(self, info: EngineInfo, version: int, *, paused: bool = False) -> list[Action]:
+        """`/health` is 200, and the label says `version`; a paused one was left so by a window that is over."""
         engine = self._find(info)
         if engine is None or engine.state is not EngineState.INITIALIZING:
             return []
-        engine.state, engine.version = EngineState.PENDING_WEIGHTS, version
-        return self._advance()
+        # A router may still list what was not judged until now.
+        sync: list[Action] = [SyncRouters()] if engine.found else []
+        engine.state, engine.version, engine.found = EngineState.PENDING_WEIGHTS, version, False
+        if paused and self.window is None:
+            engine.activity = "resuming"
+            return [Resume(info), *sync]
+        return [*self._advance(), *sync]
 
     def on_loaded(self, info: EngineInfo, version: int) -> list[Action]:
         """The engine took `version`."""
@@ -170,6 +202,7 @@ class Controller:
         if engine is None or engine.activity != "loading":
             return []
         engine.activity, engine.version, engine.load_failures = "", version, 0
+        engine.epoch += 1
         return self._advance()
 
     def on_load_failed(self, info: EngineInfo, reason: str) -> list[Action]:
@@ -189,7 +222,22 @@ class Controller:
         if engine is None or engine.activity != "resuming":
             return []
         engine.activity, engine.version = "", UNPUBLISHED
+        engine.epoch += 1
         return self._advance()
+
+    def watched(self, info: EngineInfo) -> int | None:
+        """The epoch to look at an engine's health in; None while nothing that is seen would be acted on."""
+        engine = self._find(info)
+        if engine is None or not engine.fit_for_window or self.window is not None:
+            return None
+        return None if engine.activity in ("loading", "resuming") else engine.epoch
+
+    def on_stalled(self, info: EngineInfo, epoch: int, reason: str) -> list[Action]:
+        """Several looks in `epoch` found no sign of life; a verdict that spans a window or a load is thrown away."""
+        engine = self._find(info)
+        if engine is None or self.watched(info) != epoch:
+            return []
+        return self._dispose(engine, reason)
 
     def on_failed(self, info: EngineInfo, reason: str) -> list[Action]:
         """The engine is of no use: replaced."""
@@ -198,9 +246,14 @@ class Controller:
 
     # --------------------------------------------------------------------------------------- published weights
     def on_published(self, version: int, path: str) -> list[Action]:
-        """The newest published weights, as their publisher names them; older news change nothing."""
-        if self.published is not None and version <= self.published.version:
-            return []
+        """The newest published weights, as their publisher names them; older news change nothing.
+
+        The same version again says where it lies now.
+        """
+        if self.published is not None:
+            known = self.published
+            if version < known.version or (version == known.version and (known.path or not path)):
+                return []
         self.published = Published(version, path)
         return self._advance()
 
@@ -218,8 +271,15 @@ class Controller:
             return f"{fit} of {wanted} engines are ready ({states})"
         return ""
 
-    def open_window(self, window_id: str, wanted: int, deadline: float) -> Window:
-        """Snapshot the engines. `deadline` is on the clock of `on_tick`.
+    def open_window(
+        self,
+        window_id: str,
+        wanted: int,
+        deadline: float,
+        owner: Owner | None = None,
+        lease_until: float = float("inf"),
+    ) -> Window:
+        """Snapshot the engines. `deadline` and `lease_until` are on the clock of `on_tick`.
 
         Raises:
             ValueError: when `window_obstacle` says that none can begin.
@@ -229,8 +289,15 @@ class Controller:
             raise ValueError(obstacle)
         engines = [engine.info for engine in self.engines.values() if engine.fit_for_window]
         window = Window(window_id=window_id, engines=sorted(engines, key=lambda e: (e.gpu_offset, e.cell)))
-        self.window = OpenWindow(window, deadline)
+        self.window = OpenWindow(window, deadline, owner, lease_until)
+        self._new_epoch(window)
         return window
+
+    def on_renewed(self, window_id: str, lease_until: float) -> None:
+        """The owner lives. Raises WindowLost when another or no window is open."""
+        self._take(window_id)
+        assert self.window is not None
+        self.window.lease_until = lease_until
 
     def on_window_end(self, window_id: str, version: int, path: str, failed: Mapping[str, str]) -> list[Action]:
         """All participants took `version`, except those in `failed` (cell -> reason), which are replaced.
@@ -243,6 +310,7 @@ class Controller:
         if self.published is not None and version <= self.published.version:
             raise ValueError(f"weight version {version} is not above the published {self.published.version}")
         self.window, self.published = None, Published(version, path)
+        self._new_epoch(window)
         actions: list[Action] = []
         for info in window.engines:
             engine = self._find(info)
@@ -262,20 +330,31 @@ class Controller:
         """
         window = self._take(window_id)
         before, self.window = self.wanted_urls(), None
+        self._new_epoch(window)
         actions: list[Action] = []
         for info in window.engines:
             engine = self._find(info)
             if engine is not None and engine.fit_for_window:
                 engine.state, engine.activity = EngineState.PENDING_WEIGHTS, "resuming"
-                actions.append(Resume(info))
+                actions.append(Resume(info, window_id))
         return actions + self._sync_if_changed(before)
 
     def on_tick(self, now: float) -> tuple[list[Action], str]:
-        """Actions, and the id of a window that ran into its deadline (empty: none)."""
-        if self.window is None or now < self.window.deadline:
+        """Actions, and the id of a window whose deadline or lease is over (empty: none)."""
+        if self.window is None or now < min(self.window.deadline, self.window.lease_until):
             return self._advance(), ""
+        return self._abort_open()
+
+    def _abort_open(self) -> tuple[list[Action], str]:
+        assert self.window is not None
         window_id = self.window.window.window_id
         return self.on_window_abort(window_id), window_id
+
+    def _new_epoch(self, window: Window) -> None:
+        for info in window.engines:
+            engine = self._find(info)
+            if engine is not None:
+                engine.epoch += 1
 
     # ------------------------------------------------------------------------------------------------ answers
     def wanted_urls(self) -> set[str]:
@@ -285,6 +364,10 @@ class Controller:
             for e in self.engines.values()
             if e.state is EngineState.SERVING or (e.activity == "registering" and e.state is not EngineState.DISPOSED)
         }
+
+    def kept_urls(self) -> set[str]:
+        """What a router may list besides: engines from before this controller that it has not judged yet."""
+        return {e.info.url for e in self.engines.values() if e.found and e.state is EngineState.INITIALIZING}
 
     def serving(self) -> int:
         """Engines that get traffic."""
@@ -355,7 +438,8 @@ class Controller:
                 continue
             if current:
                 engine.activity = "registering"
-            elif self.window is None and not self.window_wanted:
+            elif self.window is None and not self.window_wanted and self.published.path:
                 engine.activity = "loading"
+                engine.epoch += 1
                 actions.append(LoadWeights(engine.info, self.published.version, self.published.path))
         return self._sync_if_changed(before) + actions

@@ -74,6 +74,26 @@ class EngineApi:
         """The version that the engine says it serves, `UNPUBLISHED` for a label that is not ours."""
         return version_of((await self.model_info(timeout_s=timeout_s)).get("weight_version"))
 
+    async def paused(self, *, timeout_s: float = 5.0) -> bool:
+        """Whether `/ready` answers 503; an engine without `/ready` does not tell."""
+        try:
+            await self._call("GET", "/ready", timeout_s=timeout_s)
+        except EngineRefused as error:
+            return error.status == 503
+        return False
+
+    async def loads_stamp(self, *, timeout_s: float | None = None) -> float:
+        """When the scheduler last said what it does (its wall clock); stands still while paused or stopped."""
+        loads = (await self._json("GET", "/v1/loads", timeout_s=timeout_s)).get("loads")
+        try:
+            return max(float(load["timestamp"]) for load in loads or [])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"GET {self.url}/v1/loads: expected loads with a timestamp, found {loads!r}") from error
+
+    async def server_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """`/server_info`: asks the scheduler, so it hangs when that is stopped. Holds keys: not to be printed."""
+        return await self._json("GET", "/server_info", timeout_s=timeout_s)
+
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. `retract` keeps running requests for later, `abort` ends them, `in_place` freezes them."""
         await self._call("POST", "/pause_generation", {"mode": mode})
@@ -111,6 +131,59 @@ class EngineApi:
         """Set the label alone."""
         # The default of abort_all_requests is true and would end everything in flight.
         await self._call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def init_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> None:
+        """Join a weight update group as ranks `rank_offset`…; returns when all members are there."""
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._done("/init_weights_update_group", body, timeout_s)
+
+    async def destroy_group(self, name: str, *, timeout_s: float = 30.0) -> None:
+        """Leave a weight update group."""
+        await self._done("/destroy_weights_update_group", {"group_name": name}, timeout_s)
+
+    async def begin_update(self) -> None:
+        """Open a session of updates; EngineRefused when one is open."""
+        await self._done("/begin_weight_update", {}, None)
+
+    async def end_update(self, *, timeout_s: float | None = None) -> None:
+        """Close the session; EngineRefused when none is open."""
+        await self._done("/end_weight_update", {}, timeout_s)
+
+    async def receive(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        *,
+        group: str,
+        version: int | None,
+        flush_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        """Take tensors that rank 0 of the group broadcasts meanwhile; the label changes when `version` is given."""
+        label = {} if version is None else {"weight_version": str(version)}
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group, "flush_cache": flush_cache}
+        await self._done("/update_weights_from_distributed", {**body, **label}, timeout_s)
+
+    async def checksums(self, *, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+        """Checksum of every tensor, by rank."""
+        answer = await self._json("POST", "/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
+        return list(answer.get("ranks") or [])
+
+    async def _done(self, path: str, body: dict[str, Any], timeout_s: float | None) -> None:
+        answer = await self._json("POST", path, body, timeout_s=timeout_s)
+        if not answer.get("success", False):
+            text = f"POST {self.url}{path}: {answer.get('message', answer)}"
+            raise EngineRefused(text, 200, json.dumps(answer))
 
     async def abort_all(self) -> None:
         """End every request; each returns what it has, with finish reason `abort`."""

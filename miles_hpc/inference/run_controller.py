@@ -8,6 +8,7 @@ import logging
 from miles_hpc.config.load import read_resolved
 from miles_hpc.config.schema import Config
 from miles_hpc.inference.http_session import open_http
+from miles_hpc.inference.published import PublishedFile
 from miles_hpc.inference.service import ControllerService
 from miles_hpc.inference.windows import RPC_PORT
 from miles_hpc.specs.engine import total_engines
@@ -34,6 +35,8 @@ async def control(env: WorkerEnv, config: Config, hub: HubClient) -> None:
             hub.replace_cell,
             engines_wanted=total_engines(config),
             worker_key=key if asks_for_key(config) else "",
+            stall_s=settings.stall_s,
+            published=PublishedFile(env.run_dir, env.attempt),
             start_deadline_s=settings.start_deadline_s,
             window_timeout_s=settings.window_timeout_s,
         )

@@ -14,7 +14,9 @@ import aiohttp
 import msgspec
 
 from miles_hpc.inference import controller as decisions
-from miles_hpc.inference.engine_api import EngineApi, EngineError
+from miles_hpc.inference import health
+from miles_hpc.inference.engine_api import EngineApi, EngineError, EngineRefused
+from miles_hpc.inference.published import PublishedFile
 from miles_hpc.inference.router_api import RouterApi, RouterError
 from miles_hpc.inference.weights import load_from_disk
 from miles_hpc.inference.windows import EngineInfo, ServingTimeout, WindowTimeout
@@ -71,6 +73,10 @@ def engine_urls_in(pools: Mapping[str, Sequence[CellAddrs]]) -> dict[tuple[str, 
     return {(engine.cell, engine.generation): engine.url for engine in engines_in(pools) if engine.url}
 
 
+def _owner(named: Any) -> decisions.Owner | None:
+    return decisions.Owner(str(named[0]), Generation.parse(named[1])) if named else None
+
+
 def _url(cell: CellAddrs) -> str:
     address = cell.workers[0].get("http") if cell.workers else None
     return "" if address is None else address.addr
@@ -87,6 +93,9 @@ class ControllerService:
         window_timeout_s: longest window; then it is aborted.
         reconcile_s: between two looks at a router's list.
         worker_key: the key that engines ask for, given to the routers.
+        lease_s: a window whose owner says nothing for this long is aborted.
+        stall_s: an engine that gives no sign of progress for about this long is replaced.
+        published: where it is kept what is published, for a controller that comes after this one.
     """
 
     def __init__(
@@ -100,6 +109,9 @@ class ControllerService:
         reconcile_s: float = 2.0,
         load_timeout_s: float = 600.0,
         worker_key: str = "",
+        lease_s: float = 30.0,
+        stall_s: float = 45.0,
+        published: PublishedFile | None = None,
     ) -> None:
         self.state = decisions.Controller()
         self._http = http
@@ -110,6 +122,13 @@ class ControllerService:
         self._reconcile_s = reconcile_s
         self._load_timeout_s = load_timeout_s
         self._worker_key = worker_key
+        self._lease_s = lease_s
+        self._stall_s = stall_s
+        self._published = published
+        known = published.read() if published is not None else None
+        if known is not None:
+            log.info("weights %d are published in %s, by the word of an earlier controller", known.version, known.path)
+            self.state.published = known
         self._tasks: dict[tuple[str, Generation], set[asyncio.Task[None]]] = {}
         self._router_tasks: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
         self._kicks: dict[str, asyncio.Event] = {}
@@ -123,7 +142,12 @@ class ControllerService:
             while True:
                 actions, aborted = self.state.on_tick(time.monotonic())
                 if aborted:
-                    log.error("window %s: aborted at its deadline of %g s", aborted, self._window_timeout_s)
+                    log.error(
+                        "window %s: aborted: not ended within %g s, or its owner was silent for %g s",
+                        aborted,
+                        self._window_timeout_s,
+                        self._lease_s,
+                    )
                 self._apply(actions)
                 await asyncio.sleep(tick_s)
         finally:
@@ -135,7 +159,11 @@ class ControllerService:
 
     def on_pools(self, pools: Mapping[str, Sequence[CellAddrs]]) -> None:
         """The address book changed. Called on the loop's thread."""
-        self._apply(self.state.on_routers(routers_in(pools)) + self.state.on_engines(engines_in(pools)))
+        living = {cell.cell: cell.generation for cells in pools.values() for cell in cells}
+        actions, aborted = self.state.on_cells(living)
+        if aborted:
+            log.error("window %s: aborted: its owner is gone", aborted)
+        self._apply(actions + self.state.on_routers(routers_in(pools)) + self.state.on_engines(engines_in(pools)))
 
     def _apply(self, actions: list[decisions.Action]) -> None:
         for action in actions:
@@ -144,7 +172,7 @@ class ControllerService:
             elif isinstance(action, decisions.LoadWeights):
                 self._spawn(action.engine, self._load(action.engine, action.version, action.path))
             elif isinstance(action, decisions.Resume):
-                self._spawn(action.engine, self._resume(action.engine))
+                self._spawn(action.engine, self._resume(action.engine, action.window_id))
             elif isinstance(action, decisions.SyncRouters):
                 self._sync_routers()
             elif isinstance(action, decisions.Replace):
@@ -181,9 +209,11 @@ class ControllerService:
             if await api.health():
                 with contextlib.suppress(EngineError):
                     version = await api.weight_version(timeout_s=5.0)
+                    paused = await api.paused()
                     waited = time.monotonic() - started
                     log.info("%s g%s: healthy after %.1f s", engine.cell, engine.generation, waited)
-                    self._apply(self.state.on_healthy(engine, version))
+                    self._apply(self.state.on_healthy(engine, version, paused=paused))
+                    self._spawn(engine, self._watch(engine))
                     return
             now = time.monotonic()
             if now - started >= self._start_deadline_s:
@@ -207,9 +237,34 @@ class ControllerService:
         log.info("%s g%s: took weights %d", engine.cell, engine.generation, version)
         self._apply(self.state.on_loaded(engine, version))
 
-    async def _resume(self, engine: EngineInfo) -> None:
+    async def _watch(self, engine: EngineInfo) -> None:
+        """Look at an engine's progress for as long as it lives."""
+        api = EngineApi(engine.url, self._http)
+        progress = health.Progress(epoch=-1)
+        while True:
+            await asyncio.sleep(health.interval_s(self._stall_s))
+            epoch = self.state.watched(engine)
+            if epoch is None:
+                continue
+            if epoch != progress.epoch:
+                progress = health.Progress(epoch)
+            seen = await health.look(api, progress.stamp, health.patience_s(self._stall_s))
+            if seen.trouble:
+                log.warning("%s g%s: %s", engine.cell, engine.generation, seen.trouble)
+            reason = progress.on_look(seen)
+            if reason:
+                self._apply(self.state.on_stalled(engine, epoch, reason))
+
+    async def _resume(self, engine: EngineInfo, window_id: str) -> None:
+        """Continue, and leave what the window's owner may have begun; one that hangs in a broadcast shows here."""
+        api = EngineApi(engine.url, self._http)
         try:
-            await EngineApi(engine.url, self._http).resume()
+            await api.server_info(timeout_s=health.patience_s(self._stall_s))
+            for leave in (api.end_update(), api.destroy_group(window_id) if window_id else None):
+                if leave is not None:
+                    with contextlib.suppress(EngineRefused):
+                        await leave
+            await api.resume()
         except EngineError as error:
             self._apply(self.state.on_failed(engine, f"did not continue after an aborted weight window: {error}"))
             return
@@ -258,7 +313,7 @@ class ControllerService:
     async def _bring_in_line(self, router: RouterApi) -> set[str]:
         """Remove and add until the list fits; returns the urls that it then had as healthy."""
         listed = await router.workers()
-        extra = {worker.url for worker in listed} - self.state.wanted_urls()
+        extra = {worker.url for worker in listed} - self.state.wanted_urls() - self.state.kept_urls()
         for url in sorted(extra):
             log.info("router %s: removes %s", router.url, url)
             await router.remove(url)
@@ -275,13 +330,15 @@ class ControllerService:
             "start_update_weights": self.start_update_weights,
             "end_update_weights": self.end_update_weights,
             "abort_update_weights": self.abort_update_weights,
+            "renew_window": self.renew_window,
             "published": self.set_published,
             "status": self.get_status,
             "wait_serving": self.wait_serving,
         }
 
     async def start_update_weights(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
-        """{timeout_s, engines?} -> Window. Waits its turn, and for `engines` (default: all) to be ready.
+        """{timeout_s, engines?, owner?: [cell, generation]} -> Window. Waits its turn, and for `engines` (default: all)
+        to be ready. A window with an owner is aborted when the owner leaves the address book, or does not renew it.
 
         Raises:
             WindowTimeout: at the deadline, with what was still missing.
@@ -296,7 +353,10 @@ class ControllerService:
                 while obstacle := self.state.window_obstacle(wanted):
                     await self._wait_change(deadline, f"weight window: {obstacle}")
                 now = time.monotonic()
-                window = self.state.open_window(uuid.uuid4().hex[:12], wanted, now + self._window_timeout_s)
+                owner = _owner(params.get("owner"))
+                lease = now + self._lease_s if owner is not None else float("inf")
+                window_id = uuid.uuid4().hex[:12]
+                window = self.state.open_window(window_id, wanted, now + self._window_timeout_s, owner, lease)
             finally:
                 self.state.window_wanted = False
                 self._window_turn.release()
@@ -304,6 +364,10 @@ class ControllerService:
             raise WindowTimeout(f"no weight window within {timeout_s:g} s: {obstacle}") from error
         log.info("window %s: begins with %d engines", window.window_id, len(window.engines))
         return msgspec.to_builtins(window)
+
+    async def renew_window(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
+        """{window_id}: its owner lives. Raises WindowLost when it is not open any more."""
+        self.state.on_renewed(params["window_id"], time.monotonic() + self._lease_s)
 
     async def end_update_weights(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
         """{window_id, version, path, failed: {cell: reason}} -> {failed}. Each participant's label is looked at."""
@@ -316,6 +380,7 @@ class ControllerService:
                 if found != version:
                     failed[engine.cell] = f"its label says {found}" if isinstance(found, int) else found
         self._apply(self.state.on_window_end(window_id, version, path, failed))
+        self._keep_published()
         log.info("window %s: ended, weights %d are published, %d engines failed", window_id, version, len(failed))
         return {"failed": failed}
 
@@ -333,6 +398,11 @@ class ControllerService:
     async def set_published(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
         """{version, path}: what is published already, from a driver that resumed."""
         self._apply(self.state.on_published(int(params["version"]), str(params["path"])))
+        self._keep_published()
+
+    def _keep_published(self) -> None:
+        if self._published is not None and self.state.published is not None:
+            self._published.write(self.state.published)
 
     async def get_status(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
         """-> ControllerStatus."""

@@ -27,6 +27,8 @@ class FakeEngine:
         self.fail: dict[str, tuple[int, Any]] = {}
         self.answers: list[Any] = []
         self.healthy = True
+        self.moves = True
+        self.stamp = 0.0
         self.loads_wrong_label = False
         self.server: TestServer | None = None
 
@@ -61,6 +63,21 @@ class FakeEngine:
             return web.Response(status=200 if self.healthy else 503)
         if path == "/model_info":
             return web.json_response({"model_path": self.path, "weight_version": self.label})
+        if path == "/ready":
+            return web.Response(status=503 if self.paused else 200)
+        if path == "/v1/loads":
+            if self.moves and self.paused is None:
+                self.stamp += 1.0
+            return web.json_response({"loads": [{"timestamp": self.stamp}]})
+        if path == "/server_info":
+            if not self.moves:
+                await asyncio.sleep(60)
+            return web.json_response({})
+        if path.endswith("_weight_update") or path.endswith("_weights_update_group"):
+            return web.json_response({"success": True, "message": "Success"})
+        if path == "/update_weights_from_distributed":
+            self.label = body.get("weight_version", self.label)
+            return web.json_response({"success": True, "message": "Success"})
         if path == "/pause_generation":
             self.paused = body.get("mode", "abort")
         elif path == "/continue_generation":

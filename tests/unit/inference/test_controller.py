@@ -9,6 +9,7 @@ from miles_hpc.inference.controller import (
     EngineState,
     Forget,
     LoadWeights,
+    Owner,
     Replace,
     Resume,
     SyncRouters,
@@ -76,7 +77,7 @@ def test_an_engine_without_an_address_stays_uninitialized_until_it_has_one():
 def test_before_the_first_publication_a_healthy_engine_waits_for_weights():
     controller = with_router()
     controller.on_engines([engine()])
-    assert controller.on_healthy(engine(), UNPUBLISHED) == []
+    assert controller.on_healthy(engine(), UNPUBLISHED) == [SyncRouters()]
     assert states(controller) == [EngineState.PENDING_WEIGHTS]
     assert controller.wanted_urls() == set()
 
@@ -210,7 +211,7 @@ def test_an_engine_that_failed_in_a_window_is_replaced_and_the_window_goes_on():
 def test_an_aborted_window_keeps_its_engines_from_traffic_until_they_loaded_the_published_weights():
     controller = serving(engine(0), version=3)
     controller.open_window("w1", 1, deadline=60.0)
-    assert controller.on_window_abort("w1") == [Resume(engine(0)), SyncRouters()]
+    assert controller.on_window_abort("w1") == [Resume(engine(0), "w1"), SyncRouters()]
     assert controller.wanted_urls() == set()
     assert "still change weights" in controller.window_obstacle(1)
     assert controller.on_resumed(engine(0)) == [LoadWeights(engine(0), 3, "/weights/3")]
@@ -220,7 +221,7 @@ def test_an_aborted_window_keeps_its_engines_from_traffic_until_they_loaded_the_
 def test_an_aborted_first_window_leaves_engines_waiting_for_weights():
     controller = pending(engine(0))
     controller.open_window("w1", 1, deadline=60.0)
-    assert controller.on_window_abort("w1") == [Resume(engine(0))]
+    assert controller.on_window_abort("w1") == [Resume(engine(0), "w1")]
     assert controller.on_resumed(engine(0)) == []
     assert controller.window_obstacle(1) == ""
 
@@ -230,7 +231,7 @@ def test_a_window_past_its_deadline_is_aborted_and_its_end_is_refused():
     controller.open_window("w1", 1, deadline=60.0)
     assert controller.on_tick(59.9) == ([], "")
     actions, aborted = controller.on_tick(60.0)
-    assert (actions, aborted) == ([Resume(engine(0)), SyncRouters()], "w1")
+    assert (actions, aborted) == ([Resume(engine(0), "w1"), SyncRouters()], "w1")
     with pytest.raises(WindowLost, match="w1 is over"):
         controller.on_window_end("w1", 2, "/weights/2", {})
     assert controller.published is not None and controller.published.version == 1
@@ -275,3 +276,73 @@ def test_status_names_every_engine_and_the_published_weights():
     status = controller.status()
     assert (status.published, status.path, status.window) == (4, "/weights/4", "")
     assert [(row.cell, row.state, row.weight_version) for row in status.engines] == [(engine(0).cell, "serving", 4)]
+
+
+# ------------------------------------------------------------------------------------- owners, leases, health
+OWNER = Owner("driver-00000", Generation(1, 1))
+
+
+def owned(**window) -> Controller:
+    controller = serving(engine(0))
+    controller.open_window("w1", 1, deadline=600.0, owner=OWNER, **window)
+    return controller
+
+
+def test_a_window_whose_owner_leaves_the_address_book_is_aborted_at_once():
+    controller = owned()
+    assert controller.on_cells({"driver-00000": Generation(1, 1), "executor-00000": Generation(1, 1)}) == ([], "")
+    actions, aborted = controller.on_cells({"driver-00000": Generation(1, 2)})
+    assert (actions, aborted) == ([Resume(engine(0), "w1"), SyncRouters()], "w1")
+    assert controller.window is None
+
+
+def test_a_window_that_is_not_renewed_is_aborted_and_a_renewed_one_is_not():
+    controller = owned(lease_until=30.0)
+    controller.on_renewed("w1", 60.0)
+    assert controller.on_tick(59.0) == ([], "")
+    assert controller.on_tick(60.0)[1] == "w1"
+    with pytest.raises(WindowLost):
+        controller.on_renewed("w1", 90.0)
+
+
+def test_health_is_looked_at_outside_windows_and_loads_only():
+    controller = serving(engine(0))
+    epoch = controller.watched(engine(0))
+    assert epoch is not None
+    controller.open_window("w1", 1, deadline=600.0)
+    assert controller.watched(engine(0)) is None
+    assert controller.on_stalled(engine(0), epoch, "stands still") == []
+    controller.on_window_end("w1", 2, "/weights/2", {})
+    assert controller.watched(engine(0)) not in (None, epoch)
+    assert controller.on_stalled(engine(0), epoch, "stands still") == []
+    now = controller.watched(engine(0))
+    actions = controller.on_stalled(engine(0), now, "stands still")
+    assert actions == [SyncRouters(), Forget(engine(0)), Replace(engine(0), "stands still")]
+
+
+def test_weights_without_a_directory_are_waited_for_until_a_window_or_their_path():
+    controller = serving(engine(0))
+    controller.open_window("w1", 1, deadline=600.0)
+    controller.on_window_end("w1", 2, "", {})
+    controller.on_engines([engine(0), engine(1)])
+    assert controller.on_healthy(engine(1), UNPUBLISHED) == []
+    assert controller.engines["engine-policy-0-00001"].state is EngineState.PENDING_WEIGHTS
+    assert controller.on_published(2, "/weights/2") == [LoadWeights(engine(1), 2, "/weights/2")]
+
+
+def test_an_engine_that_a_dead_controller_left_paused_is_continued_before_anything_else():
+    controller = with_router()
+    controller.on_published(3, "/weights/3")
+    controller.on_engines([engine(0)])
+    assert controller.kept_urls() == {engine(0).url}
+    assert controller.on_healthy(engine(0), 3, paused=True) == [Resume(engine(0)), SyncRouters()]
+    assert controller.kept_urls() == set()
+    assert controller.on_resumed(engine(0)) == [LoadWeights(engine(0), 3, "/weights/3")]
+
+
+def test_an_engine_that_is_current_when_a_controller_comes_back_is_registered_without_a_load():
+    controller = with_router()
+    controller.on_published(3, "/weights/3")
+    controller.on_engines([engine(0)])
+    assert LoadWeights(engine(0), 3, "/weights/3") not in controller.on_healthy(engine(0), 3)
+    assert controller.wanted_urls() == {engine(0).url}

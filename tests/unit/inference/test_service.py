@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 
+from miles_hpc.inference.published import PublishedFile
 from miles_hpc.inference.service import ControllerService, engines_in, router_url_in, routers_in
 from miles_hpc.inference.weights import update_from_disk
 from miles_hpc.inference.windows import ServingTimeout, Window, WindowLost, WindowTimeout
@@ -244,3 +245,56 @@ def test_a_router_is_only_named_to_generators_when_it_is_ready():
     assert router_url_in({"engine-policy-0": [cell(True)]}) is None
     assert list(routers_in({"router-policy": [cell(False)]})) == ["router-policy-00000"]
     assert engines_in({"router-policy": [cell(True)]}) == []
+
+
+def test_a_scheduler_that_stands_still_behind_a_living_server_is_replaced_and_a_paused_one_is_not(parts):
+    async def scenario(p, fleet):
+        engines = [await p.engine() for _ in range(2)]
+        fleet.put("router-policy", 0, (await p.router()).url)
+        for index, engine in enumerate(engines):
+            fleet.put("engine-policy-0", index, engine.url)
+        await fleet.publish(1, p.http)
+        await fleet.serving(2)
+        engines[0].paused = "in_place"
+        engines[1].moves = False
+        while not fleet.replaced:  # noqa: ASYNC110 - the list is the service's output
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+        return fleet.replaced
+
+    ((cell, _, reason),) = run(parts, scenario, stall_s=1.8)
+    assert cell == "engine-policy-0-00001" and "no sign of life" in reason
+
+
+def test_a_controller_that_comes_back_knows_what_is_published_and_loads_nothing_again(parts, tmp_path):
+    directory = tmp_path / "weights" / "1"
+    directory.mkdir(parents=True)
+
+    async def scenario(p, first):
+        engines = [await p.engine() for _ in range(2)]
+        router = await p.router()
+
+        def book(fleet):
+            fleet.put("router-policy", 0, router.url)
+            for index, engine in enumerate(engines):
+                fleet.put("engine-policy-0", index, engine.url)
+
+        book(first)
+        window = await first.start()
+        await update_from_disk(window.engines, str(directory), 1, http=p.http)
+        end = {"window_id": window.window_id, "version": 1, "path": str(directory)}
+        await first.service.end_update_weights(end, [])
+        await first.serving(2)
+        second = Fleet(p.http, published=PublishedFile(tmp_path, 0))
+        second.service.on_pools(first.pools)
+        running = asyncio.ensure_future(second.service.run(tick_s=0.05))
+        try:
+            await second.serving(2)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        return [engine.calls.count("/update_weights_from_disk") for engine in engines], router.calls
+
+    loads, calls = run(parts, scenario, published=PublishedFile(tmp_path, 0))
+    assert loads == [1, 1]
+    assert not any(call.startswith("remove") for call in calls)
