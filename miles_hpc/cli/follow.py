@@ -122,7 +122,9 @@ class Follower:
         placed = [cell for cell in cells if cell.get("node")]
         if not self._shown_topology and cells and len(placed) == len(cells):
             self._shown_topology = True
-            self._view.say("\n".join([f"{len(status['nodes'])} nodes:", *topology(cells, status["nodes"])]))
+            nodes = status["nodes"]
+            title = "1 node:" if len(nodes) == 1 else f"{len(nodes)} nodes:"
+            self._view.say("\n".join([title, *topology(cells, nodes)]))
         self._view.progress(self._now(status, cells))
 
     def _now(self, status: dict[str, Any], cells: list[dict[str, Any]]) -> str:
