@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_hpc import __version__
 from miles_hpc.wire import rendezvous, security
 
 
@@ -77,11 +78,15 @@ class HubSeeker:
             hub = rendezvous.newest(self._run_dir, self._attempt, self._run_id)
             if hub is None:
                 return Found()
+            if hub.version and hub.version != __version__:
+                return Found(
+                    error=f"the hub of epoch {hub.epoch} is miles-hpc {hub.version}, this agent {__version__}: start "
+                    "both from one installation"
+                )
             if self._digest and hub.digest and hub.digest != self._digest:
                 return Found(
-                    error=f"the hub of epoch {hub.epoch} has read another configuration or package version (digest "
-                    f"{hub.digest[:12]}) than this agent ({self._digest[:12]}); start both from one installation, and "
-                    "leave config.resolved.toml alone during an attempt"
+                    error=f"the hub of epoch {hub.epoch} has read another configuration (digest {hub.digest[:12]}) "
+                    f"than this agent ({self._digest[:12]}): config.resolved.toml must not change during an attempt"
                 )
             return Found(hub=hub, keys=security.load_client(self._run_dir, self._attempt, "agent"))
         except (rendezvous.RendezvousError, security.SecurityError, OSError) as error:

@@ -93,6 +93,8 @@ class Node:
     down: bool = False
     """Whoever lends the nodes is certain that this one does not run."""
     peer_port: int = 0
+    dropped: int = 0
+    """Messages that its agent could not send or read."""
     gpu_holders: dict[int, tuple[str, Generation]] = field(default_factory=dict)
     """GPU slot -> the worker that occupies it until it is confirmed gone."""
     strays: dict[str, Generation] = field(default_factory=dict)
@@ -223,6 +225,8 @@ class Core:
         self.shutdown_sent = self.leaving = False
         self.answered: dict[str, Done | Failed] = {}
         """Orders of operators by call id, the newest ones."""
+        self.dropped: dict[str, int] = {}
+        """What did not get through at this hub, as its shell counts it."""
         self.out: list[Action] = []
 
     def _add_pool(self, spec: CommandWorkerSpec) -> None:

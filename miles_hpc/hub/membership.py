@@ -43,6 +43,8 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
     core.nodes[name] = node
     core.node_of_peer[peer] = name
     core.note("agent_joined", node=name, host=hello.host, pid=hello.pid, incarnation=hello.incarnation, again=same)
+    for text in hello.differs:
+        core.note("node_differs", "warning", node=name, host=hello.host, text=text)
     core.send(peer, welcome(core, node))
     standing.on_hello(core, node.id)
     if core.shutdown_sent:

@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--address", required=True, help="IP literal to listen on; other nodes reach the hub there")
+    parser.add_argument("--also", action="append", default=[], help="one more address of this node to listen on")
     parser.add_argument("--node", default=node_id(0), help="the node that this hub runs on")
     parser.add_argument("--epoch", type=int, default=0, help="claim this epoch or none; default: the next free one")
     parser.add_argument("--slurm", action="store_true", help="a signal is Slurm's and asks for a drain")
@@ -122,7 +123,13 @@ def _serve(
     workers = sum(spec.scheduling.num_cells * spec.scheduling.num_workers_per_cell for spec in specs)
     raise_nofile(descriptors_needed(nodes, workers), f"the hub of {nodes} nodes and {workers} workers")
     with (
-        HubSocket(HostAndPort(address, 0), run_id=run_id, keys=keys, roles=role_keys(run_dir, attempt)) as socket,
+        HubSocket(
+            HostAndPort(address, 0),
+            run_id=run_id,
+            keys=keys,
+            roles=role_keys(run_dir, attempt),
+            also=arguments.also,
+        ) as socket,
         HubHttp(HostAndPort(address, 0), load_http_key(run_dir, attempt), log.recent) as http,
     ):
         info = RunInfo(
@@ -151,11 +158,12 @@ def _serve(
                 run_id=run_id,
                 attempt=attempt,
                 epoch=epoch,
-                addresses=[address],
+                addresses=socket.hosts,
                 port=socket.port,
                 public_key=keys.public,
                 digest=digest,
                 node=arguments.node,
+                version=__version__,
             ),
         )
         log.write(

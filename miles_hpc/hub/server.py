@@ -156,6 +156,7 @@ class HubServer:
 
     def _write_files(self) -> None:
         core, wall = self._state.core, time.time()
+        core.dropped = {name: count for name, count in self._counters().items() if count}
         status = views.status_object(core, wall)
         self._files.write_status(status)
         if self._http is not None:

@@ -151,6 +151,8 @@ class HubState:
             recovery.on_report(core.recovering, node, message)
             return
         match message:
+            case Heartbeat():
+                node.dropped = message.dropped
             case FullTable():
                 membership.on_full_table(core, node, message.workers)
             case PortsReserved():

@@ -17,6 +17,7 @@ def node_rows(core: Core) -> list[NodeRow]:
             state="dead" if node.left else node.condition,
             silent_s=round(core.now - node.last_heard, 3),
             pid=node.pid,
+            dropped=node.dropped,
         )
         for node in sorted(core.nodes.values(), key=lambda node: node.index)
     ]
@@ -54,6 +55,7 @@ def status_reply(core: Core, call_id: str) -> StatusReply:
         outcome=core.outcome or "",
         http=core.info.http,
         draining="" if core.drain is None else core.drain.reason,
+        dropped=core.dropped,
     )
 
 

@@ -48,6 +48,8 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of resolved config, package version and runtimes."""
     node: str = ""
     """The node that the hub runs on."""
+    version: str = ""
+    """Of the package, at the hub."""
 
     def __post_init__(self) -> None:
         if not self.addresses:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -111,6 +111,7 @@ class HubSocket:
 
     Args:
         listen: where to bind; port 0 picks a free one.
+        also: more addresses of this machine, bound to the same port where that is free.
         keys: this epoch's server key pair; its public half goes into the rendezvous file.
         roles: client public key -> role (`security.role_keys`).
         domain: ZAP domain; the default is one of its own.
@@ -126,6 +127,7 @@ class HubSocket:
         run_id: str,
         keys: KeyPair,
         roles: Mapping[bytes, str],
+        also: Sequence[str] = (),
         context: Context | None = None,
         domain: str = "",
         queue_limit: int = QUEUE_LIMIT,
@@ -143,6 +145,7 @@ class HubSocket:
         """For a poller; readable means `drain` has work."""
         try:
             prepare(self.socket, listen)
+            self.socket.ipv6 = any(":" in host for host in (listen.host, *also))
             prepare_server(self.socket, keys, self._domain)
             self.socket.set(zmq.ROUTER_MANDATORY, 1)
             # Ids are random per incarnation, so a second connection with one is the same peer coming back.
@@ -151,6 +154,8 @@ class HubSocket:
             self.socket.set(zmq.BACKLOG, 4096)
             self.socket.sndhwm = self.socket.rcvhwm = queue_limit
             self.address = bind(self.socket, listen)
+            self.hosts = [listen.host, *(host for host in also if self._bind_also(host))]
+            """Addresses that are listened on, all with the same port."""
         except BaseException:
             self.close()
             raise
@@ -160,6 +165,14 @@ class HubSocket:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _bind_also(self, host: str) -> bool:
+        try:
+            bind(self.socket, HostAndPort(host, self.address.port))
+        except OSError as failure:
+            log.warning("%s", failure)
+            return False
+        return True
 
     @property
     def port(self) -> int:

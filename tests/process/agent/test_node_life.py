@@ -304,6 +304,17 @@ def test_a_hub_that_has_read_another_configuration_is_refused(nodes, run_dir):
         hub.close()
 
 
+def test_a_hub_of_another_version_is_refused_by_name(nodes, run_dir):
+    hub = FakeHub(run_dir, nodes.run_id)
+    hub.rendezvous = msgspec.structs.replace(hub.rendezvous, version="9.9")
+    try:
+        hub.publish()
+        assert nodes.start().wait(10) == 1
+        assert "is miles-hpc 9.9, this agent" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
+    finally:
+        hub.close()
+
+
 def test_a_hub_file_of_another_run_is_refused_by_name(nodes, run_dir):
     hub = FakeHub(run_dir, "another-run")
     try:

@@ -344,6 +344,18 @@ def test_an_address_in_use_is_named(hub, run_dir):
     assert caught.value.errno == errno.EADDRINUSE
 
 
+def test_a_hub_listens_on_all_its_addresses_with_one_port(run_dir, caplog):
+    keys = KeyPair.generate()
+    also = ["127.0.0.3", "192.0.2.1"]
+    with HubSocket(HostAndPort("127.0.0.2", 0), run_id="r1", keys=keys, roles=role_keys(run_dir, 1), also=also) as hub:
+        assert hub.hosts == ["127.0.0.2", "127.0.0.3"] and "192.0.2.1" in caplog.text
+        for host in hub.hosts:
+            endpoint = HostAndPort(host, hub.port)
+            agent = load_client(run_dir, 1, "agent")
+            with HubLink(endpoint, hub_key=keys.public, keys=agent, run_id="r1") as link:
+                assert link.monitor.poll(5000) and [event.kind for event in link.events()] == ["up"]
+
+
 def test_ipv6_works_where_the_machine_has_it(run_dir):
     keys = KeyPair.generate()
     try:
