@@ -14,14 +14,14 @@ from miles_hpc.cli.source import find_run, note_fallback, read_status
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.launch.attempts import AttemptError
 
-_STATUS = ("run_id", "attempt", "epoch", "hub", "step", "weight_version", "nodes", "cells", "age_s")
+_STATUS = ("run_id", "attempt", "epoch", "hub", "step", "weight_version", "nodes", "cells", "age_s", "dropped")
 _CELL = ("cell", "pool", "node", "generation", "state", "workers", "restarts")
-_NODE = ("node", "host", "address", "state", "silent_s", "pid")
+_NODE = ("node", "host", "address", "state", "silent_s", "pid", "dropped")
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Print the status of a run."""
-    return _show(arguments, _print_status, lambda found: {key: found[key] for key in _STATUS})
+    return _show(arguments, _print_status, lambda found: {key: found.get(key) for key in _STATUS})
 
 
 def nodes(arguments: argparse.Namespace) -> int:
@@ -61,6 +61,9 @@ def _print_status(found: dict[str, Any], run_dir: Path) -> None:
     print(f"run {found['run_id']}, attempt {found['attempt']}, epoch {found['epoch']}, in {run_dir}")
     print(f"{found.get('outcome') or 'running'}, step {found['step']}, weight version {found['weight_version']}")
     print(f"hub {found['hub']}, seen {found['age_s']:.1f} s ago")
+    lost = {**found.get("dropped", {}), **{node["node"]: n for node in found["nodes"] if (n := node.get("dropped"))}}
+    if lost:
+        print(f"messages that did not get through: {', '.join(f'{name} {count}' for name, count in lost.items())}")
     for line in topology(found["cells"], found["nodes"]):
         print(line)
 
