@@ -17,7 +17,7 @@ import zmq
 import miles_hpc
 from miles_hpc.agent import inventory, procfs
 from miles_hpc.agent.gpus import VISIBLE, NodeGpus
-from miles_hpc.agent.hub_process import HubProcess
+from miles_hpc.agent.hub_keeper import HubKeeper
 from miles_hpc.agent.link import AgentLink
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.options import Options
@@ -26,7 +26,7 @@ from miles_hpc.agent.probes import Probes
 from miles_hpc.agent.scratch import Scratch
 from miles_hpc.agent.seek import HubSeeker
 from miles_hpc.agent.stalls import Stalls
-from miles_hpc.agent.supervise import Supervisor
+from miles_hpc.agent.supervise import Exit, Supervisor
 from miles_hpc.agent.surroundings import NodeSurroundings
 from miles_hpc.agent.sweep import sweep_the_dead
 from miles_hpc.agent.table import WorkerTable
@@ -100,16 +100,8 @@ class Agent:
         self.table = WorkerTable(
             self.supervisor, self.ports, self.probes, self.stalls, self.surroundings, self.log, self._send
         )
-        self.hub = HubProcess(
-            options.run_dir,
-            options.run_id,
-            options.attempt,
-            options.node,
-            options.address,
-            options.log_dir,
-            self.supervisor,
-            slurm=options.slurm,
-        )
+        self.keeper = HubKeeper(options, self.supervisor, self.log, self._send, self._clock)
+        self.hub = self.keeper.process
         logs.watch(self.hub.log_path)
         self._heartbeat_every = options.timing.heartbeat
         self._heartbeat_at = self._full_table_at = math.inf
@@ -154,7 +146,7 @@ class Agent:
         if swept:
             self.log.write("swept", "warning", processes=swept)
         if self.options.hub:
-            self.hub.start()
+            self.keeper.start()
         while not self._finished():
             ready = self._poll(signals)
             self._on_signals(signals)
@@ -167,7 +159,7 @@ class Agent:
             self.table.advance()
             for ended in self.supervisor.advance():
                 if ended.name == self.hub.name:
-                    self._on_hub_exit(self.hub.describe(ended))
+                    self._on_hub_exit(ended)
                 else:
                     self.table.on_exit(ended, by_slurm=self._clock() - self._last_foreign_signal < 2.0)
             self._on_time()
@@ -179,7 +171,8 @@ class Agent:
         poller.register(signals, zmq.POLLIN)
         if self.options.lifeline >= 0 and not self._leaving:
             poller.register(self.options.lifeline, zmq.POLLIN)
-        poller.register(self._seeker.fileno, zmq.POLLIN)
+        for source in (self._seeker.fileno, *self.keeper.pollable()):
+            poller.register(source, zmq.POLLIN)
         if self.link is not None:
             for pollable in self.link.pollable():
                 poller.register(pollable, zmq.POLLIN)
@@ -190,6 +183,7 @@ class Agent:
             self.probes.next_deadline(),
             self.stalls.next_deadline(),
             self.table.next_deadline(),
+            self.keeper.next_deadline(),
             self._seek_at,
             self._hello_at,
             self._heartbeat_at,
@@ -213,6 +207,7 @@ class Agent:
         self.log.write("stood_still", "warning", seconds=round(seconds, 3))
         self.probes.on_pause(seconds)
         self.stalls.on_pause(seconds)
+        self.keeper.on_pause(seconds)
         self._stood_still += seconds
 
     def _finished(self) -> bool:
@@ -251,6 +246,10 @@ class Agent:
         if now >= self._drained_by and self._leaving is None:
             self._leave("the drain that this node asked for did not come to its end in time", 1)
         self._seek(now)
+        if self._leaving is None:
+            newer = self.keeper.advance(self._stood_still)
+            if newer is not None:
+                self._connect(self.keeper.link_to(newer, self.link), now)
         if now >= self._hello_at and self.link is not None:
             self._hello_at = math.inf
             self.link.say(self._hello())
@@ -299,7 +298,8 @@ class Agent:
         """At `fence` a new hub may start stateful cells elsewhere; at `hub_grace` nobody needs this node any more."""
         if self.link is None or self._leaving:
             return
-        silent, timing = self.link.silent_for(), self.options.timing
+        # A hub that does not act is as good as silent: another one may act, and counts on this node's fence.
+        silent, timing = max(self.link.silent_for(), self.keeper.powerless_for()), self.options.timing
         if silent < timing.suspect:
             self._stood_still = 0.0
         if silent - self._stood_still >= timing.hub_grace:
@@ -347,7 +347,8 @@ class Agent:
         self.link = link
         self._heartbeat_at, self._hello_at = now + self._heartbeat_every, math.inf
         hub = link.rendezvous
-        self.log.write("hub_found", epoch=hub.epoch, addresses=hub.addresses, port=hub.port)
+        self.log.write("hub_found", epoch=hub.epoch, node=hub.node, addresses=hub.addresses, port=hub.port)
+        self.keeper.on_link(link)
 
     @property
     def _epoch(self) -> int:
@@ -393,7 +394,7 @@ class Agent:
         elif isinstance(message, Shutdown):
             self._told_to_leave = True
             self._leave(message.reason, message.exit_code)
-        else:
+        elif not self.keeper.on_message(message):
             self.log.write("unexpected", "warning", message=type(message).__name__)
 
     def _hello(self) -> AgentHello:
@@ -412,19 +413,20 @@ class Agent:
             table=self.table.rows(),
             wall_s=time.time(),
             differs=self._differs,
+            peer_port=self.keeper.peers.port,
         )
 
     def _send(self, message: Message) -> None:
         if self.link is not None:
             self.link.report(message)
 
-    def _on_hub_exit(self, reason: str) -> None:
-        """The hub's process is gone; `reason` is empty when it had written its verdict."""
+    def _on_hub_exit(self, ended: Exit) -> None:
+        """The hub's process is gone; without a verdict it is started again, unless another node has the hub."""
         self._hub_deadline = math.inf
-        if reason:
-            self._leave(reason, 1)
-        else:
+        if self.hub.verdict_stands():
             self._leave("the hub has ended with its verdict", self.hub.verdict_exit_code())
+        elif self._leaving is None and (reason := self.keeper.on_exit(ended)):
+            self._leave(reason, 1)
 
     # --------------------------------------------------------------------------------------------- leaving
     def _leave(self, reason: str, code: int, *, by_signal: bool = False) -> None:
@@ -457,6 +459,7 @@ class Agent:
                 self.link.report(Goodbye(reason=reason))
             self.link.close(GOODBYE_FLUSH)
         self._seeker.close()
+        self.keeper.close()
         self.ports.close()
         self.surroundings.close()
         self.log.write("left", reason=reason, exit_code=code)

@@ -13,6 +13,9 @@ from miles_hpc.agent.supervise import Exit, Supervisor
 from miles_hpc.agent.table import read_tail
 from miles_hpc.wire.ids import Generation
 
+EPOCH_TAKEN = 3
+"""Exit code of a hub that found its epoch, or a higher one, taken."""
+
 
 class _Verdict(msgspec.Struct):
     exit_code: int = 1
@@ -44,11 +47,17 @@ class HubProcess:
         self._slurm = slurm
         self._supervisor = supervisor
 
-    def start(self) -> None:
-        """Raises SpawnError."""
+    def start(self, epoch: int = 0) -> None:
+        """Start a hub that claims this epoch, or the next free one.
+
+        Raises:
+            SpawnError.
+        """
         argv = [sys.executable, "-m", "miles_hpc.cli.hub"]
         argv += ["--run-dir", str(self._run_dir), "--run-id", self._run_id, "--attempt", str(self._attempt)]
         argv += ["--address", self._address, "--node", self._node]
+        if epoch:
+            argv += ["--epoch", str(epoch)]
         if self._slurm:
             argv.append("--slurm")
         env = procfs.worker_environ(os.environ)
@@ -58,10 +67,12 @@ class HubProcess:
     def _verdict_path(self) -> Path:
         return self._run_dir / "verdicts" / f"attempt-{self._attempt}.json"
 
+    def verdict_stands(self) -> bool:
+        """Whether the attempt has its verdict."""
+        return self._verdict_path.exists()
+
     def describe(self, ended: Exit) -> str:
-        """Why the hub's end is a failure; "" when its verdict stands."""
-        if self._verdict_path.exists():
-            return ""
+        """How the hub ended."""
         how = f"signal {ended.signal}" if ended.signal is not None else f"exit code {ended.exit_code}"
         lines = [line for line in read_tail(self.log_path, 4096).splitlines() if line.strip()]
         last = f"; its last line: {lines[-1]}" if lines else ""

@@ -82,6 +82,11 @@ class AgentLink:
         return self._lost + sum(link.dropped for link in self._links)
 
     @property
+    def has_heard(self) -> bool:
+        """Whether this epoch's hub has ever said anything."""
+        return any(link.heard_at is not None for link in self._links)
+
+    @property
     def heard_at(self) -> float:
         """When a hub was last heard, on the monotonic clock: this one, or the one before it."""
         return max([self._heard_before, *(link.heard_at for link in self._links if link.heard_at is not None)])

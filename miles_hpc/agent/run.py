@@ -24,6 +24,8 @@ from miles_hpc.agent.supervise import SpawnError
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.load import read_resolved
 from miles_hpc.config.schema import Config
+from miles_hpc.wire.rendezvous import RendezvousError
+from miles_hpc.wire.security import SecurityError
 
 FILES_NEEDED = 512
 """Open files of an agent or a hub: sockets, logs and probes of a node's workers, the agents of a small fleet."""
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ),
         )
         agent = Agent(options)
-    except (ConfigError, GpuError, PortError, ScratchError, OSError) as error:
+    except (ConfigError, GpuError, PortError, RendezvousError, ScratchError, SecurityError, OSError) as error:
         print(f"agent of node {given.node_index} on {given.address}: {error}", file=sys.stderr)
         return 1
     try:

@@ -59,6 +59,7 @@ class Row:
     patience: float = 0.0
     probe: Probe = NO_PROBE
     stateful: bool = False
+    gpu_uuids: list[str] = field(default_factory=list)
 
 
 class WorkerTable:
@@ -93,7 +94,14 @@ class WorkerTable:
     def rows(self) -> list[WorkerState]:
         """The full table."""
         return [
-            WorkerState(worker=row.worker, generation=row.generation, state=row.state, pid=row.pid, ports=row.ports)
+            WorkerState(
+                worker=row.worker,
+                generation=row.generation,
+                state=row.state,
+                pid=row.pid,
+                ports=row.ports,
+                gpu_uuids=row.gpu_uuids,
+            )
             for row in self._rows.values()
         ]
 
@@ -147,6 +155,7 @@ class WorkerTable:
         if row.order is not None:
             return  # its GPUs are waited for
         row.ports, row.stateful = order.ports, order.stateful
+        row.gpu_uuids = order.gpu_uuids
         if not accept:
             self._refuse(row, "spawn_failed", "the agent is leaving")
         else:

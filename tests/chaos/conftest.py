@@ -109,6 +109,15 @@ class SmokeRun:
 
         wait_for(there, f"step {step}", timeout_s)
 
+    def hub_of_epoch(self, epoch: int, timeout_s: float = 30.0) -> StatusReply:
+        """Wait until a hub of this epoch, or a later one, answers."""
+
+        def answers() -> StatusReply | None:
+            found = self.status()
+            return found if found is not None and found.epoch >= epoch else None
+
+        return wait_for(answers, f"a hub of epoch {epoch}", timeout_s)
+
     def hub_pid(self) -> int:
         return self.process_of("hub")
 
