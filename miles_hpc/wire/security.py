@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -82,11 +83,11 @@ def load_http_key(run_dir: Path, attempt: int) -> str:
     """The key that the run's HTTP servers ask for, as `Authorization: Bearer <key>`.
 
     Raises:
-        SecurityError: when its file is missing or unreadable.
+        SecurityError: when its file is missing or unreadable, or others may read it.
     """
     path = http_key_path(run_dir, attempt)
     try:
-        return path.read_text().strip()
+        return _read_private(path).decode().strip()
     except OSError as failure:
         raise SecurityError(f"no HTTP key of attempt {attempt} in {path}: {failure}") from failure
 
@@ -121,15 +122,36 @@ def _write_once(target: Path, content: bytes) -> None:
         draft.unlink()
 
 
+def _read_private(path: Path) -> bytes:
+    """The content of a file that nobody else may read or replace.
+
+    Raises:
+        SecurityError: when its permission bits, or its directory's, let others in, or it belongs to somebody else.
+        OSError: when it cannot be read.
+    """
+    with path.open("rb") as file:
+        for name, status in ((path, os.fstat(file.fileno())), (path.parent, path.parent.stat())):
+            mode = stat.S_IMODE(status.st_mode)
+            if mode & 0o077:
+                raise SecurityError(
+                    f"{name} has mode {mode:04o}: others may get at the keys of this run; chmod it to "
+                    f"{'0700' if stat.S_ISDIR(status.st_mode) else '0600'}, and make new keys if somebody else may have "
+                    "read them (start a new attempt)"
+                )
+            if os.getuid() not in (0, status.st_uid):
+                raise SecurityError(f"{name} belongs to user {status.st_uid}, and this process runs as {os.getuid()}")
+        return file.read()
+
+
 def load_keys(run_dir: Path, attempt: int, name: str) -> KeyPair:
     """The key pair of a role or of `DATA`.
 
     Raises:
-        SecurityError: when its file is missing, unreadable or broken.
+        SecurityError: when its file is missing, unreadable or broken, or others may read it.
     """
     path = secrets_dir(run_dir, attempt) / f"{name}.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=KeyPair)
+        return msgspec.json.decode(_read_private(path), type=KeyPair)
     except (OSError, msgspec.MsgspecError) as failure:
         raise SecurityError(f"no {name} key of attempt {attempt} in {path}: {failure}") from failure
 

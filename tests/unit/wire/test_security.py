@@ -17,6 +17,7 @@ from miles_hpc.wire.security import (
     authenticator,
     create_secrets,
     load_client,
+    load_http_key,
     load_keys,
     role_keys,
     secrets_dir,
@@ -64,6 +65,18 @@ def test_missing_and_broken_keys_are_named(tmp_path):
     (secrets_dir(tmp_path, 1) / "agent.json").write_text("{")
     with pytest.raises(SecurityError, match="no agent key"):
         load_client(tmp_path, 1, "agent")
+
+
+@pytest.mark.parametrize(
+    ("place", "mode"),
+    [("agent.json", 0o640), ("agent.json", 0o604), ("", 0o750), ("", 0o701), ("http.key", 0o644)],
+)
+def test_keys_that_others_may_read_are_refused_by_name(tmp_path, place, mode):
+    create_secrets(tmp_path, 0)
+    path = secrets_dir(tmp_path, 0) / place
+    path.chmod(mode)
+    with pytest.raises(SecurityError, match=f"{path} has mode {mode:04o}"):
+        load_http_key(tmp_path, 0) if place == "http.key" else load_client(tmp_path, 0, "agent")
 
 
 def test_a_secret_does_not_get_into_logs():
