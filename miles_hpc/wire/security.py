@@ -135,8 +135,8 @@ def _read_private(path: Path) -> bytes:
             if mode & 0o077:
                 raise SecurityError(
                     f"{name} has mode {mode:04o}: others may get at the keys of this run; chmod it to "
-                    f"{'0700' if stat.S_ISDIR(status.st_mode) else '0600'}, and make new keys if somebody else may have "
-                    "read them (start a new attempt)"
+                    f"{'0700' if stat.S_ISDIR(status.st_mode) else '0600'}, and start a new attempt, "
+                    "which has new ones, if somebody may have read them"
                 )
             if os.getuid() not in (0, status.st_uid):
                 raise SecurityError(f"{name} belongs to user {status.st_uid}, and this process runs as {os.getuid()}")
