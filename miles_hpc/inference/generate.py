@@ -125,6 +125,7 @@ class GenerateClient:
         rid: str | None = None,
         deadline_s: float,
         routing_key: str | None = None,
+        take_aborted: Callable[[], bool] = lambda: False,
     ) -> Generation:
         """Generate after `input_ids`. An aborted or lost request is drawn again from its start, with the same seed.
 
@@ -132,6 +133,7 @@ class GenerateClient:
             rid: request id; further attempts add their number to it, since an engine refuses one that it still runs.
             deadline_s: seconds from now, retries included.
             routing_key: sent as X-SMG-Routing-Key, which a router of policy `manual` keeps on one engine.
+            take_aborted: whether an aborted answer is wanted as it is, because the caller had it aborted.
 
         Raises:
             GenerateRejected: at once, when the request is wrong.
@@ -153,7 +155,7 @@ class GenerateClient:
             if rid is not None:
                 payload["rid"] = rid if attempts == 1 else f"{rid}-{attempts}"
             try:
-                return await self._attempt(payload, headers, deadline)
+                return await self._attempt(payload, headers, deadline, take_aborted)
             except GenerateUnavailable as failure:
                 now = time.monotonic()
                 if now + backoff >= deadline:
@@ -176,7 +178,9 @@ class GenerateClient:
         if sampling.max_new_tokens < 1:
             raise GenerateRejected(f"max_new_tokens is {sampling.max_new_tokens}, expected at least 1")
 
-    async def _attempt(self, payload: dict[str, Any], headers: dict[str, str], deadline: float) -> Generation:
+    async def _attempt(
+        self, payload: dict[str, Any], headers: dict[str, str], deadline: float, take_aborted: Callable[[], bool]
+    ) -> Generation:
         url = self._router_url()
         if url is None:
             raise NoRouter("no router is in the address book")
@@ -197,7 +201,7 @@ class GenerateClient:
             generation = parse_answer(body, self._vocab_size)
         except AnswerInvalid as error:
             raise EngineFailed(f"router {url}: {error}") from error
-        if generation.finish_reason == "abort":
+        if generation.finish_reason == "abort" and not take_aborted():
             raise RequestAborted(f"an engine behind {url} aborted the request")
         if self._published_only and any(version == UNPUBLISHED for version, _, _ in generation.weight_versions):
             raise UnpublishedWeights(f"an engine behind {url} served weights that nobody published")

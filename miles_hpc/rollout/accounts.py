@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-DropReason = Literal[
-    "lost",  # its worker died or fell silent; the prompt was dispatched again
-    "duplicate",  # another worker finished it first
-    "superseded",  # a newer training incarnation went back behind it
-    "generation_failed",
-    "generation_timeout",
-    "reward_failed",
-    "reward_timeout",
-    "prompt_too_long",
-    "invalid_sample",
-]
-FILTERED: frozenset[str] = frozenset({"prompt_too_long"})
-"""Reasons that say nothing against the run."""
+REASONS = {
+    "lost": "its worker died or fell silent; the prompt was dispatched again",
+    "duplicate": "another worker finished it first",
+    "superseded": "a newer training incarnation went back behind it",
+    "regenerate": "its worker kept no copy of it when the executor was lost; the prompt was dispatched again",
+    "stale": "mode async: its oldest token was more than max_staleness versions behind",
+    "unpublished_version": "a token came from weights that the trainer never published",
+    "generation_failed": "a sample could not be generated",
+    "generation_timeout": "a sample was not generated in rollout.sample_timeout_s",
+    "reward_failed": "a reward raised, or was no finite number",
+    "reward_timeout": "a reward did not return in reward.timeout_s",
+    "prompt_too_long": "the prompt is longer than data.max_prompt_tokens",
+    "invalid_sample": "a sample cannot be trained on",
+}
+"""Why a dispatch was dropped; besides these `filtered_<reason>` of `rollout.filters`."""
+
+
+def is_filtered(reason: str) -> bool:
+    """Whether a reason says nothing against the run."""
+    return reason == "prompt_too_long" or reason.startswith("filtered_")
 
 
 class ConservationBroken(AssertionError):

@@ -37,6 +37,7 @@ class Free:
 
 
 Action: TypeAlias = Run | Free
+Ending: TypeAlias = Literal["committed", "returned", "superseded", "done", "dropped"]
 
 
 @dataclass
@@ -81,18 +82,20 @@ class Board:
 
     # ------------------------------------------------------------------------------------------ work
     def add(self, groups: Iterable[str], *, counted: bool = True) -> list[Action]:
-        """New groups. `counted` is off for evaluation, which the accounts never see."""
-        for group in groups:
-            self._groups[group] = _Group(counted)
-            self._pending.append(group)
+        """New groups. `counted` is off for evaluation, which the accounts never see and which goes before all else."""
+        names = list(groups)
+        for name in names:
+            self._groups[name] = _Group(counted)
+        if counted:
+            self._pending.extend(names)
+        else:
+            self._pending.extendleft(reversed(names))
         return self._pump()
 
-    def settle(
-        self, groups: Collection[str], how: Literal["committed", "returned", "superseded", "done"]
-    ) -> list[Action]:
+    def settle(self, groups: Collection[str], how: Ending, reason_dropped: str = "") -> list[Action]:
         """Groups whose story ends: forget them, count the open ones, free them at the workers. Unknown ids are ignored.
 
-        `done` is for groups that are not counted.
+        `done` is for groups that are not counted, `dropped` for received ones that are refused, with the reason.
         """
         reason: FreeReason = "committed" if how == "committed" else "superseded"
         freed: dict[Peer, list[str]] = {}
@@ -103,7 +106,7 @@ class Board:
             if group.state == "pending":
                 self._pending.remove(name)
             elif group.counted:
-                self._close(how)
+                self._close(how, reason_dropped)
             if group.holder is not None:
                 freed.setdefault(group.holder, []).append(name)
                 seat = self.seats[group.holder]
@@ -111,13 +114,13 @@ class Board:
                 seat.keeps.discard(name)
         return [*(Free(peer, tuple(names), reason) for peer, names in freed.items()), *self._pump()]
 
-    def _close(self, how: Literal["committed", "returned", "superseded", "done"]) -> None:
+    def _close(self, how: Ending, reason: str) -> None:
         if how == "committed":
             self.accounts.committed += 1
         elif how == "returned":
             self.accounts.returned += 1
         else:
-            self.accounts.drop("superseded")
+            self.accounts.drop(reason if how == "dropped" else "superseded")
 
     # ------------------------------------------------------------------------------------------ results
     def on_done(self, peer: Peer, name: str, now: float) -> tuple[bool, list[Action]]:
@@ -279,6 +282,11 @@ class Board:
     def open_dispatches(self) -> int:
         """Counted groups that are leased or received."""
         return sum(group.counted and group.state != "pending" for group in self._groups.values())
+
+    def holder(self, name: str) -> Peer | None:
+        """Who runs a group now."""
+        group = self._groups.get(name)
+        return group.holder if group is not None and group.state == "leased" else None
 
     @property
     def groups(self) -> list[str]:

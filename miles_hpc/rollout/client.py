@@ -31,14 +31,16 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Greedy held-out evaluation."""
+    """Held-out evaluation. The first three fields are of the first data set."""
 
     accuracy: float
-    """Mean reward of the `n` scored prompts."""
+    """Mean reward of the `n` scored samples."""
     n: int
     failed: int = 0
     """Prompts whose generation or reward failed; they are no zeros in the mean."""
     seconds: float = 0.0
+    metrics: dict[str, float] = {}
+    """Of each data set: `<name>/reward`, `/pass@k`, `/truncated`, `/failed` …"""
 
 
 class CommitData(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from miles_hpc.rollout.accounts import FILTERED
+from miles_hpc.rollout.accounts import is_filtered
+from miles_hpc.rollout.sample import PartialSample
 from miles_hpc.transport.batch import RolloutBatch
 
 REWARD_REASONS = frozenset({"reward_failed", "reward_timeout"})
@@ -35,6 +36,7 @@ class Collector:
         self.open: set[str] = set()
         """Groups that are neither finished nor dropped."""
         self.results: dict[str, RolloutBatch] = {}
+        self.partial: dict[str, list[PartialSample]] = {}
         self.dropped: Counter[str] = Counter()
         self.reward_calls = 0
         self.reward_failures = 0
@@ -59,8 +61,14 @@ class Collector:
         self.dropped[reason] += 1
         self.reward_calls += reward_calls
         self.reward_failures += reason in REWARD_REASONS
-        if reason not in FILTERED or not self.last_failure:
+        if not is_filtered(reason) or not self.last_failure:
             self.last_failure = text
+        self._changed.set()
+
+    def on_partial(self, group: str, samples: list[PartialSample]) -> None:
+        """A group was interrupted."""
+        self.open.discard(group)
+        self.partial[group] = samples
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
@@ -79,17 +87,21 @@ class Collector:
         if self._error is not None:
             raise self._error
 
-    def check(self, *, batch_size: int, samples: int, max_failure_rate: float, rows: int) -> None:
+    def check(
+        self, *, batch_size: int, samples: int, max_failure_rate: float, rows: int, max_filtered_batches: int = 10
+    ) -> None:
         """Give up a rollout that goes nowhere, instead of dispatching for ever.
 
         Args:
             batch_size, samples: groups in a rollout, samples in a group.
             max_failure_rate: `reward.max_failure_rate`, of the calls that a rollout without failures makes.
             rows: size of the data set: when so many groups were filtered out, all were.
+            max_filtered_batches: `rollout.max_filtered_batches`.
 
         Raises:
             RewardsFailing: too many reward calls failed.
-            RolloutFailed: more than two batches were dropped for failures, or the whole data set was filtered out.
+            RolloutFailed: more than two batches were dropped for failures, or the whole data set or too many batches
+                were filtered out.
         """
         calls = max(self.reward_calls, batch_size * samples)
         if self.reward_failures > max_failure_rate * calls:
@@ -97,9 +109,9 @@ class Collector:
                 f"{self.what}: {self.reward_failures} of {calls} reward calls failed, "
                 f"reward.max_failure_rate = {max_failure_rate:g}. The last one: {self.last_failure}"
             )
-        filtered = sum(number for reason, number in self.dropped.items() if reason in FILTERED)
+        filtered = sum(number for reason, number in self.dropped.items() if is_filtered(reason))
         failed = self.dropped.total() - filtered
-        if failed > 2 * batch_size or filtered > rows:
+        if failed > 2 * batch_size or filtered > min(rows, max_filtered_batches * batch_size):
             table = ", ".join(f"{reason} {number}" for reason, number in sorted(self.dropped.items()))
             raise RolloutFailed(
                 f"{self.what}: {len(self.results)} of {batch_size} groups finished, {self.dropped.total()} dropped "

@@ -15,7 +15,7 @@ from miles_hpc.transport.batch import RolloutBatch
 from miles_hpc.transport.columns import Array, Buffer, SchemaError, offsets_of
 from miles_hpc.transport.parcel import Packing, read_parcel
 
-__all__ = ["TrainBatch", "TrainData", "UnevenSplit", "advantages_of", "group_rewards"]
+__all__ = ["Generations", "TrainBatch", "TrainData", "UnevenSplit", "advantages_of"]
 
 KIND = "train_batch"
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "logprobs")
@@ -116,14 +116,15 @@ class TrainData:
         """`[n] float32`."""
         self.total_response_tokens = sum(int(group.loss_mask.sum(dtype=np.int64)) for group in groups)
         self._places = [(index, row) for index, size in enumerate(sizes) for row in range(size)]
+        self.generations = Generations(groups)
         self._samples: dict[str, Array] = {
-            "advantages": advantages_of(groups, train.advantage, normalize=train.normalize_advantages),
+            "advantages": advantages_of(self.generations, train.advantage, normalize=train.normalize_advantages),
             "rewards": self.rewards,
             "group_index": np.repeat(np.arange(len(groups), dtype=np.int64), sizes),
             "sample_index": np.concatenate([group.sample_index for group in groups]),
             "prompt_index": np.concatenate([group.prompt_index for group in groups]),
             "status": np.concatenate([group.status for group in groups]),
-            "oldest_version": np.concatenate([_oldest_versions(group) for group in groups]),
+            "oldest_version": _oldest_versions(groups, len(self.lengths)),
         }
 
     def __len__(self) -> int:
@@ -189,32 +190,68 @@ def _same_columns(groups: Sequence[RolloutBatch]) -> None:
             raise SchemaError(f"group {index} of the rollout has extra columns {found}; group 0 has {sorted(first)}")
 
 
-def _oldest_versions(group: RolloutBatch) -> Array:
-    oldest = np.full(len(group), np.iinfo(np.int64).max, np.int64)
-    owner = np.repeat(np.arange(len(group)), np.diff(group.span_offsets))
-    np.minimum.at(oldest, owner, group.spans[:, 0])
-    return np.where(oldest == np.iinfo(np.int64).max, -1, oldest)
-
-
-def group_rewards(group: RolloutBatch) -> tuple[Array, Array]:
-    """One reward for each generation of a group, `[g] float64`, and each sample's place in it, `[n] int64`.
+class Generations:
+    """The generations of a rollout: samples of one generation share group, `sample_index` and reward.
 
     Raises:
         ValueError: samples of one generation have different rewards; the text names them.
     """
-    _, first, place = np.unique(group.sample_index, return_index=True, return_inverse=True)
-    rewards = group.rewards.astype(np.float64)[first]
-    differs = np.flatnonzero(rewards[place] != group.rewards)
-    if len(differs):
-        sample = int(differs[0])
-        raise ValueError(
-            f"samples of generation {int(group.sample_index[sample])} of prompt {int(group.prompt_index[sample])} have "
-            f"rewards {rewards[place[sample]]:g} and {group.rewards[sample]:g}; they are one answer and must agree"
-        )
-    return rewards, place
+
+    def __init__(self, groups: Sequence[RolloutBatch]) -> None:
+        owner = np.repeat(np.arange(len(groups), dtype=np.int64), [len(group) for group in groups])
+        index = np.concatenate([group.sample_index for group in groups])
+        found = np.concatenate([group.rewards for group in groups])
+        order = np.lexsort((index, owner))
+        fresh = np.ones(len(order), bool)
+        fresh[1:] = (np.diff(owner[order]) != 0) | (np.diff(index[order]) != 0)
+        first = order[fresh]
+        self.of_sample: Array = np.empty(len(order), np.int64)
+        """`[n] int64`: generation of each sample."""
+        self.of_sample[order] = np.cumsum(fresh) - 1
+        self.group: Array = owner[first]
+        """`[g] int64`: group of each generation, rising."""
+        self.rewards: Array = found.astype(np.float64)[first]
+        """`[g] float64`."""
+        self.sizes: Array = np.bincount(self.group, minlength=len(groups))
+        """`[groups] int64`: generations of each group."""
+        differs = np.flatnonzero(self.rewards[self.of_sample] != found)
+        if len(differs):
+            sample = int(differs[0])
+            raise ValueError(
+                f"samples of generation {int(index[sample])} of group {int(owner[sample])} have rewards "
+                f"{self.rewards[self.of_sample[sample]]:g} and {found[sample]:g}; they are one answer and must agree"
+            )
+
+    def sums(self, values: Array) -> Array:
+        """Sum of a value of each generation over each group, `[groups] float64`."""
+        totals: Array = np.bincount(self.group, weights=values, minlength=len(self.sizes))
+        return totals
+
+    @property
+    def means(self) -> Array:
+        """Mean reward of each group, `[groups] float64`."""
+        means: Array = self.sums(self.rewards) / self.sizes
+        return means
+
+    @property
+    def deviations(self) -> Array:
+        """Standard deviation of the rewards of each group, `[groups] float64`; exactly 0 where they are equal."""
+        # Around a reward of the group, not around the rounded mean, so that equal rewards differ by nothing.
+        centred = self.rewards - self.rewards[np.searchsorted(self.group, self.group)]
+        mean = self.sums(centred) / self.sizes
+        deviations: Array = np.sqrt(self.sums((centred - mean[self.group]) ** 2) / self.sizes)
+        return deviations
 
 
-def advantages_of(groups: Sequence[RolloutBatch], estimator: str, *, normalize: bool) -> Array:
+def _oldest_versions(groups: Sequence[RolloutBatch], samples: int) -> Array:
+    unknown = np.iinfo(np.int64).max
+    oldest = np.full(samples, unknown, np.int64)
+    spans = np.concatenate([np.diff(group.span_offsets) for group in groups])
+    np.minimum.at(oldest, np.repeat(np.arange(samples), spans), np.concatenate([group.spans[:, 0] for group in groups]))
+    return np.where(oldest == unknown, -1, oldest)
+
+
+def advantages_of(generations: Generations, estimator: str, *, normalize: bool) -> Array:
     """Advantage of every sample, `[n] float32`.
 
     - `grpo`, `gspo`: reward minus the mean of the group, divided by its standard deviation + 1e-6 where `normalize`
@@ -224,19 +261,16 @@ def advantages_of(groups: Sequence[RolloutBatch], estimator: str, *, normalize: 
       (https://arxiv.org/abs/2501.03262); `reinforce++`: whitened over the rollout, without the baseline.
     - `none`: the reward itself.
     """
-    parts: list[Array] = []
-    for group in groups:
-        rewards, place = group_rewards(group)
-        if estimator == "none" or estimator == "reinforce++":
-            values = rewards
-        else:
-            values = rewards - rewards.mean()
-            if estimator == "rloo":
-                values = values * len(rewards) / max(1, len(rewards) - 1)
-            elif estimator in ("grpo", "gspo") and normalize:
-                values = values / (rewards.std() + _EPSILON)
-        parts.append(values[place])
-    whole = np.concatenate(parts)
+    values = generations.rewards
+    if estimator not in ("none", "reinforce++"):
+        values = values - generations.means[generations.group]
+        values[generations.deviations[generations.group] == 0] = 0.0
+        sizes = generations.sizes[generations.group]
+        if estimator == "rloo":
+            values = values * sizes / np.maximum(1, sizes - 1)
+        elif estimator in ("grpo", "gspo") and normalize:
+            values = values / (generations.deviations[generations.group] + _EPSILON)
+    whole = values[generations.of_sample]
     if estimator.startswith("reinforce++"):
         whole = (whole - whole.mean()) / (whole.std() + _EPSILON)
     rounded: Array = whole.astype(np.float32)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +13,8 @@ import msgspec
 import numpy as np
 
 from miles_hpc.config.check import split_slice
+from miles_hpc.config.schema import DataConfig, ReasoningGymConfig
+from miles_hpc.rollout.functions import load_function
 from miles_hpc.rollout.sample import GroupSpec, Messages, group_id
 from miles_hpc.transport.columns import Array
 
@@ -24,6 +29,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | Messages
     label: Any = None
     metadata: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
 
 
 class Keys(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +38,9 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = "prompt"
     label: str = "label"
     metadata: str = "metadata"
+    tools: str = ""
+    passed: tuple[str, ...] = ()
+    """Keys that go into the metadata as they are, where a row has them."""
 
 
 class Prompts(Protocol):
@@ -56,7 +65,8 @@ def open_prompts(text: str, keys: Keys) -> Prompts:
     path = Path(name)
     if not path.is_file():
         raise DataError(f"{path}: no such prompt file; correct data.prompts or data.heldout")
-    prompts = _Parquet(path, rows, keys) if path.suffix == ".parquet" else _JsonLines(path, rows, keys)
+    parquet = path.suffix == ".parquet"
+    prompts: Prompts = _Spool(_parquet_rows(path, rows, keys)) if parquet else _JsonLines(path, rows, keys)
     if not len(prompts):
         raise DataError(f"{text}: no rows; name a file or a slice that holds prompts")
     return prompts
@@ -84,7 +94,15 @@ def read_row(row: Any, keys: Keys, where: str) -> Prompt:
     metadata = row.get(keys.metadata) if keys.metadata else None
     if metadata is not None and not isinstance(metadata, Mapping):
         raise DataError(f"{where}: {keys.metadata!r} is {type(metadata).__name__}; expected an object")
-    return Prompt(prompt=prompt, label=row.get(keys.label) if keys.label else None, metadata=dict(metadata or {}))
+    tools = row.get(keys.tools) if keys.tools else None
+    if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools)):
+        raise DataError(f"{where}: {keys.tools!r} is {tools!r:.40}; expected a list of tools")
+    return Prompt(
+        prompt=prompt,
+        label=row.get(keys.label) if keys.label else None,
+        metadata={**(metadata or {}), **{key: row[key] for key in keys.passed if key in row}},
+        tools=[dict(tool) for tool in tools or []],
+    )
 
 
 class _JsonLines:
@@ -121,39 +139,110 @@ class _JsonLines:
         return read_row(found, self._keys, where)
 
 
-class _Parquet:
-    """Rows are held as msgpack bytes; the table's other columns are never read."""
+class _Spool:
+    """Rows that were read once lie as msgpack in an unnamed temporary file; 8 bytes a row are held.
 
-    def __init__(self, path: Path, rows: slice, keys: Keys) -> None:
-        try:
-            from pyarrow import ArrowException
-            from pyarrow.parquet import ParquetFile
-        except ImportError as error:
-            raise DataError(f"{path}: reading parquet needs pyarrow; pip install 'miles-hpc[data]'") from error
-        try:
-            file = ParquetFile(path)
-        except (ArrowException, OSError) as error:
-            raise DataError(f"{path}: not a parquet file ({error}); correct data.prompts or data.heldout") from error
-        names = file.schema_arrow.names
-        for key, option in ((keys.prompt, "data.prompt_key"), (keys.label, "data.label_key")):
-            if key and key not in names:
-                raise DataError(f"{path}: no column {key!r}, found {names}; correct the file or set {option}")
-        wanted = [name for name in (keys.prompt, keys.label, keys.metadata) if name and name in names]
-        selected = range(file.metadata.num_rows)[rows]
-        self._rows: list[bytes] = []
-        number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=wanted):
-            for row in batch.to_pylist():
-                if number in selected:
-                    self._rows.append(msgspec.msgpack.encode(read_row(row, keys, f"{path}, row {number}")))
-                number += 1
+    Args:
+        prompts: the rows, read to their end.
+
+    Raises:
+        DataError: a row is larger than anything that can be generated from.
+    """
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the prompts
+        encoder, ends = msgspec.msgpack.Encoder(), [0]
+        for prompt in prompts:
+            ends.append(ends[-1] + self._file.write(encoder.encode(prompt)))
+        self._file.flush()
+        self._ends = np.array(ends, np.int64)
         self._decoder = msgspec.msgpack.Decoder(Prompt)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._ends) - 1
 
     def __getitem__(self, row: int) -> Prompt:
-        return self._decoder.decode(self._rows[row])
+        start, end = int(self._ends[row]), int(self._ends[row + 1])
+        return self._decoder.decode(os.pread(self._file.fileno(), end - start, start))
+
+
+def _parquet_rows(path: Path, rows: slice, keys: Keys) -> Iterator[Prompt]:
+    """The selected rows, one row group after the other; the table's other columns are never read."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError(f"{path}: reading parquet needs pyarrow; pip install 'miles-hpc[data]'") from error
+    try:
+        file = ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a parquet file ({error}); correct data.prompts or data.heldout") from error
+    names = file.schema_arrow.names
+    for key, option in ((keys.prompt, "data.prompt_key"), (keys.label, "data.label_key")):
+        if key and key not in names:
+            raise DataError(f"{path}: no column {key!r}, found {names}; correct the file or set {option}")
+    wanted = [name for name in (keys.prompt, keys.label, keys.metadata, keys.tools, *keys.passed) if name in names]
+    selected = range(file.metadata.num_rows)[rows]
+    number = 0
+    for group in range(file.num_row_groups):
+        count = file.metadata.row_group(group).num_rows
+        if number + count > selected.start and number < selected.stop:
+            at = number
+            for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=list(dict.fromkeys(wanted))):
+                for row in batch.to_pylist():
+                    if at in selected:
+                        yield read_row(row, keys, f"{path}, row {at}")
+                    at += 1
+        number += count
+
+
+def _gym_rows(settings: ReasoningGymConfig) -> Iterator[Prompt]:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise DataError("[data.reasoning_gym] needs reasoning-gym; pip install 'miles-hpc[rewards]'") from error
+    try:
+        made = reasoning_gym.create_dataset(settings.task, size=settings.size, seed=settings.seed, **settings.config)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise DataError(f"data.reasoning_gym.task = {settings.task!r} cannot be made: {error}") from error
+    for entry in made:
+        yield Prompt(prompt=entry["question"], label=entry["answer"], metadata={"entry": json.loads(json.dumps(entry))})
+
+
+def _own_rows(path: str, keys: Keys) -> Iterator[Prompt]:
+    rows = load_function(path, "data.source")()
+    for number, row in enumerate(rows):
+        yield read_row(row, keys, f"data.source = {path!r}, row {number}")
+
+
+def open_source(data: DataConfig) -> Prompts:
+    """The prompts that are trained on: `data.prompts`, `data.source` or `[data.reasoning_gym]`.
+
+    Raises:
+        DataError: they cannot be read, or there are none.
+        FunctionPathError: `data.source` cannot be imported.
+    """
+    keys = keys_of(data)
+    if data.reasoning_gym is not None:
+        prompts: Prompts = _Spool(_gym_rows(data.reasoning_gym))
+    elif data.source:
+        prompts = _Spool(_own_rows(data.source, keys))
+    else:
+        return open_prompts(data.prompts, keys)
+    if not len(prompts):
+        raise DataError(f"data.source = {data.source!r} returned no rows")
+    return prompts
+
+
+def keys_of(data: DataConfig) -> Keys:
+    """Where the rows of a run's files hold what."""
+    return Keys(
+        prompt=data.prompt_key,
+        label=data.label_key,
+        metadata=data.metadata_key,
+        tools=data.tools_key,
+        passed=tuple(data.multimodal_keys),
+    )
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> Array:

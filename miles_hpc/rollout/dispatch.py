@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from miles_hpc.rollout.accounts import Accounts
-from miles_hpc.rollout.board import Action, Board, Run
+from miles_hpc.rollout.accounts import Accounts, is_filtered
+from miles_hpc.rollout.board import Action, Board, Ending, Run
 from miles_hpc.rollout.collect import Collector, StaleIncarnation
+from miles_hpc.rollout.sample import group_versions
 from miles_hpc.rollout.work_messages import (
     BeatSeen,
     FreeGroups,
     GroupDone,
     GroupFailed,
+    GroupPartial,
     GroupReceived,
+    InterruptGroups,
     RunGroup,
     Stage,
     ToExecutor,
@@ -29,7 +31,7 @@ from miles_hpc.rollout.work_messages import (
 from miles_hpc.rollout.work_socket import WorkServer
 from miles_hpc.specs.rollout import ROLLOUT_WORKER_POOL
 from miles_hpc.transport.batch import RolloutBatch
-from miles_hpc.transport.columns import SchemaError
+from miles_hpc.transport.columns import Buffer, SchemaError
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import cell_of
 from miles_hpc.wire.messages import CellAddrs
@@ -37,6 +39,7 @@ from miles_hpc.wire.messages import CellAddrs
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_COPY_BELOW = 64 * 1024
 
 
 class Dispatcher:
@@ -45,14 +48,24 @@ class Dispatcher:
     Args:
         listen: of the `work` port.
         lease_s: silence of a worker after which its groups are dispatched again.
+        is_published: whether the trainer has published a weight version; groups with others are refused.
 
     Raises:
         OSError: the address cannot be bound.
     """
 
-    def __init__(self, listen: HostAndPort, run_dir: Path, attempt: int, *, lease_s: float) -> None:
+    def __init__(
+        self,
+        listen: HostAndPort,
+        run_dir: Path,
+        attempt: int,
+        *,
+        lease_s: float,
+        is_published: Callable[[int], bool] = lambda version: True,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._board = Board(lease_s, Accounts())
+        self._is_published = is_published
         self._incarnation = 0
         self._orders: dict[str, RunGroup] = {}
         self._collectors: dict[str, Collector] = {}
@@ -127,11 +140,21 @@ class Dispatcher:
         collector.expect(names)
         self._act(self._board.add(names, counted=counted))
 
-    def settle(self, groups: Collection[str], how: Literal["committed", "returned", "done"]) -> None:
+    def settle(self, groups: Collection[str], how: Ending, reason: str = "") -> None:
         """These groups are over; see `Board.settle`."""
         for name in groups:
             self._forget(name)
-        self._act(self._board.settle(groups, how))
+        self._act(self._board.settle(groups, how, reason))
+
+    def interrupt(self, groups: Collection[str]) -> list[str]:
+        """Have running groups end with what they have; their collector gets it. Returns those that run."""
+        running: dict[bytes, list[str]] = {}
+        for name in groups:
+            if (peer := self._board.holder(name)) is not None:
+                running.setdefault(peer, []).append(name)
+        for peer, names in running.items():
+            self._server.send(peer, InterruptGroups(incarnation=self._incarnation, groups=names))
+        return [name for names in running.values() for name in names]
 
     def where(self, group: str) -> str:
         """What an open group waits for."""
@@ -163,14 +186,14 @@ class Dispatcher:
                 freed = FreeGroups(incarnation=self._incarnation, groups=list(action.groups), reason=action.reason)
                 self._server.send(action.peer, freed)
 
-    def _guarded(self, peer: bytes, message: ToExecutor, frames: list[memoryview]) -> None:
+    def _guarded(self, peer: bytes, message: ToExecutor, parcel: memoryview | None) -> None:
         try:
-            self._on_message(peer, message, frames)
+            self._on_message(peer, message, parcel)
         except Exception as error:
             if not self._failure.done():
                 self._failure.set_exception(error)
 
-    def _on_message(self, peer: bytes, message: ToExecutor, frames: list[memoryview]) -> None:
+    def _on_message(self, peer: bytes, message: ToExecutor, parcel: memoryview | None) -> None:
         now = self._loop.time()
         match message:
             case WorkHello():
@@ -183,11 +206,13 @@ class Dispatcher:
                         self._board.on_beat(peer, running if message.incarnation == self._incarnation else [], now)
                     )
                     self._server.send(peer, BeatSeen())
-            case GroupDone() | GroupFailed() if message.incarnation != self._incarnation:
+            case GroupDone() | GroupPartial() | GroupFailed() if message.incarnation != self._incarnation:
                 freed = FreeGroups(incarnation=message.incarnation, groups=[message.group], reason="superseded")
                 self._server.send(peer, freed)
             case GroupDone():
-                self._on_done(peer, message, frames, now)
+                self._on_done(peer, message, parcel, now)
+            case GroupPartial():
+                self._on_partial(peer, message)
             case GroupFailed():
                 self._on_failed(peer, message, now)
 
@@ -197,18 +222,19 @@ class Dispatcher:
         holds = hello.holds if hello.incarnation == self._incarnation else []
         self._act(self._board.on_hello(peer, hello.worker, hello.generation, hello.credits, holds, now))
 
-    def _on_done(self, peer: bytes, done: GroupDone, frames: list[memoryview], now: float) -> None:
+    def _on_done(self, peer: bytes, done: GroupDone, parcel: memoryview | None, now: float) -> None:
         order = self._orders.get(done.group)
         if order is not None:
             try:
-                batch = RolloutBatch.from_parcel(frames[0] if frames else b"")
+                batch = RolloutBatch.from_parcel(_settled(parcel))
                 check_group(batch, order.samples)
+                reason, text = "unpublished_version", self._unpublished(batch)
             except SchemaError as error:
-                text = f"group {done.group}: {error}"
+                reason, text = "invalid_sample", str(error)
+            if text:
+                text = f"group {done.group}: {text}"
                 self._on_failed(
-                    peer,
-                    GroupFailed(incarnation=done.incarnation, group=done.group, reason="invalid_sample", text=text),
-                    now,
+                    peer, GroupFailed(incarnation=done.incarnation, group=done.group, reason=reason, text=text), now
                 )
                 return
         first, actions = self._board.on_done(peer, done.group, now)
@@ -218,10 +244,26 @@ class Dispatcher:
             self._forget(done.group)
         self._act(actions)
 
+    def _unpublished(self, batch: RolloutBatch) -> str:
+        for version in group_versions(batch):
+            if not self._is_published(version):
+                return f"tokens came from weight version {version}, which the trainer never published"
+        return ""
+
+    def _on_partial(self, peer: bytes, partial: GroupPartial) -> None:
+        collector = self._collectors.get(partial.group)
+        if collector is None or self._board.holder(partial.group) != peer:
+            freed = FreeGroups(incarnation=self._incarnation, groups=[partial.group], reason="superseded")
+            self._server.send(peer, freed)
+            return
+        self.settle([partial.group], "returned")
+        collector.on_partial(partial.group, partial.samples)
+
     def _on_failed(self, peer: bytes, failed: GroupFailed, now: float) -> None:
         ended, actions = self._board.on_failed(peer, failed.group, failed.reason, now)
         if ended:
-            log.warning("group %s was dropped (%s): %s", failed.group, failed.reason, failed.text[-2000:])
+            if not is_filtered(failed.reason):
+                log.warning("group %s was dropped (%s): %s", failed.group, failed.reason, failed.text[-2000:])
             collector = self._collectors[failed.group]
             self._forget(failed.group)
             collector.on_drop(failed.group, failed.reason, failed.text, failed.reward_calls)
@@ -233,10 +275,18 @@ class Dispatcher:
         self._stages.pop(group, None)
 
 
+def _settled(parcel: memoryview | None) -> Buffer:
+    """A small parcel in memory of its own: a message of ZeroMQ takes more room than what is in it."""
+    if parcel is None:
+        return b""
+    return bytes(parcel) if len(parcel) < _COPY_BELOW else parcel
+
+
 def check_group(batch: RolloutBatch, samples: int) -> None:
     """Raises SchemaError when a group has another size than ordered, or numbers that cannot be trained on."""
-    if len(batch) != samples:
-        raise SchemaError(f"has {len(batch)} samples; expected {samples}")
+    generations = len(set(batch.sample_index.tolist()))
+    if generations != samples:
+        raise SchemaError(f"has {generations} samples; expected {samples}")
     for name, column, rows in (("reward", batch.rewards, None), ("log-prob", batch.logprobs, batch.offsets)):
         bad = np.flatnonzero(~np.isfinite(column))
         if len(bad):

@@ -16,12 +16,16 @@ import numpy as np
 
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.accounts import Accounts
-from miles_hpc.rollout.client import CommitData, EvalResult, RolloutResult
-from miles_hpc.rollout.collect import Collector, RolloutFailed, StaleIncarnation
+from miles_hpc.rollout.client import CommitData, RolloutResult
+from miles_hpc.rollout.collect import StaleIncarnation
 from miles_hpc.rollout.convert import TrainData
-from miles_hpc.rollout.data import DataSource, DataState, Keys, Prompts, open_prompts
+from miles_hpc.rollout.data import DataSource, DataState, Prompts, open_source
+from miles_hpc.rollout.debug import load_rollout, save_rollout
 from miles_hpc.rollout.dispatch import Dispatcher
+from miles_hpc.rollout.evaluate import Evaluator
 from miles_hpc.rollout.metrics import rollout_metrics
+from miles_hpc.rollout.producer import AsyncProducer, Produced, Producer, SyncProducer
+from miles_hpc.rollout.published import PublishedVersions
 from miles_hpc.rollout.sample import GroupSpec, group_digest, group_versions
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.carriers import Outbox, ParcelRef
@@ -29,7 +33,6 @@ from miles_hpc.transport.columns import Buffer
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_S = 10.0
 INLINE_BYTES = 64 * 1024
 """Smaller shards travel in the answer itself, encrypted; larger ones are parcels of the outbox."""
 
@@ -61,22 +64,33 @@ class Executor:
         attempt: goes into the ledger.
         dispatcher: the workers.
         outbox: carries the shards.
+        published: told the versions that the driver names.
 
     Raises:
         DataError: a prompt file cannot be used.
     """
 
-    def __init__(self, config: Config, attempt: int, run_dir: Path, dispatcher: Dispatcher, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        config: Config,
+        attempt: int,
+        run_dir: Path,
+        dispatcher: Dispatcher,
+        outbox: Outbox,
+        published: PublishedVersions,
+    ) -> None:
         self._config = config
         self._attempt = attempt
         self._run_dir = run_dir
         self._dispatcher = dispatcher
         self._outbox = outbox
-        data = config.data
-        keys = Keys(prompt=data.prompt_key, label=data.label_key, metadata=data.metadata_key)
-        self._prompts = open_prompts(data.prompts, keys)
-        self._heldout: Prompts | None = open_prompts(data.heldout, keys) if data.heldout else None
-        self._source = DataSource(len(self._prompts), seed=config.seed, shuffle=data.shuffle)
+        self._published = published
+        self._prompts: Prompts = [] if config.rollout.load_debug else open_source(config.data)
+        self._source = DataSource(max(1, len(self._prompts)), seed=config.seed, shuffle=config.data.shuffle)
+        self._evaluator = Evaluator(config, run_dir, dispatcher)
+        make = AsyncProducer if config.mode == "async" else SyncProducer
+        self._producer: Producer = make(config, self._source, len(self._prompts), dispatcher, self._order)
+        self._version = 0
         self._incarnation = 0
         self._rollouts: dict[int, _Rollout] = {}
         self._calls: dict[int, asyncio.Task[RolloutResult]] = {}
@@ -116,6 +130,8 @@ class Executor:
         self._incarnation = incarnation
         # The calls of the incarnation before have an error now, and give their prompts back before the place is set.
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
+        await self._producer.reset()
+        self._version = 0
         self._source.restore(place)
         for rollout in self._rollouts.values():
             self._release(rollout)
@@ -123,7 +139,7 @@ class Executor:
         async with self._finished:
             self._finished.notify_all()
         log.info("training incarnation %d begins at epoch %d, offset %d", incarnation, place.epoch, place.offset)
-        return {"prompts": len(self._prompts), "heldout": len(self._heldout or ())}
+        return {"prompts": len(self._prompts), "heldout": self._evaluator.heldout}
 
     async def generate(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
         """Generate a rollout; asked again, join the first call or return its result."""
@@ -140,133 +156,73 @@ class Executor:
         return _plain(await asyncio.shield(call))
 
     async def _generate(self, rollout_id: int, weight_version: int) -> RolloutResult:
-        rollout, started = self._config.rollout, time.monotonic()
-        collector = Collector(f"rollout {rollout_id}")
-        specs: dict[str, GroupSpec] = {}
-        try:
-            while (missing := rollout.batch_size - len(collector.results) - len(collector.open)) or collector.open:
-                # Dropped groups are replaced by the next prompts, so that a batch is always full.
-                groups = self._source.next(missing)
-                specs |= {group.id: group for group in groups}
-                orders = [self._order(group, self._prompts, weight_version) for group in groups]
-                self._dispatcher.dispatch(orders, collector)
-                await self._progress(collector)
-                collector.check(
-                    batch_size=rollout.batch_size,
-                    samples=rollout.samples_per_prompt,
-                    max_failure_rate=self._config.reward.max_failure_rate,
-                    rows=len(self._prompts),
-                )
-        except BaseException:
-            unused = [specs[name] for name in (*collector.open, *collector.results)]
-            self._dispatcher.settle([group.id for group in unused], "returned")
-            self._source.give_back(unused)
-            raise
-        finished = self._finish(rollout_id, weight_version, collector, specs, time.monotonic() - started)
+        if weight_version < self._version:
+            raise ValueError(f"weight version {weight_version} after {self._version}; versions only grow")
+        self._version = weight_version
+        self._published.tell(weight_version)
+        started = time.monotonic()
+        if self._config.rollout.load_debug:
+            produced, weight_version = load_rollout(Path(self._config.rollout.load_debug), rollout_id)
+        else:
+            produced = await self._producer.produce(rollout_id, weight_version)
+        finished = self._finish(rollout_id, weight_version, produced, time.monotonic() - started)
+        if self._config.rollout.save_debug:
+            await asyncio.to_thread(save_rollout, self._run_dir / "rollouts", rollout_id, weight_version, produced)
         self._rollouts[rollout_id] = finished
         async with self._finished:
             self._finished.notify_all()
         return finished.result
 
-    def _order(self, spec: GroupSpec, prompts: Prompts, weight_version: int, *, evaluation: bool = False) -> RunGroup:
+    def _order(self, spec: GroupSpec, weight_version: int) -> RunGroup:
         return RunGroup(
             incarnation=self._incarnation,
             spec=spec,
-            prompt=prompts[spec.prompt_index],
-            samples=1 if evaluation else self._config.rollout.samples_per_prompt,
+            prompt=self._prompts[spec.prompt_index],
+            samples=self._config.rollout.samples_per_prompt,
             weight_version=weight_version,
-            evaluation=evaluation,
         )
 
-    async def _progress(self, collector: Collector) -> None:
-        """Wait for a change, with a line every 10 s that says what is waited for."""
-        while True:
-            try:
-                return await asyncio.wait_for(collector.wait(), _PROGRESS_S)
-            except asyncio.TimeoutError:
-                waiting = [f"{name}: {self._dispatcher.where(name)}" for name in sorted(collector.open)[:3]]
-                done = len(collector.results)
-                log.info(
-                    "%s: %d groups done, %d open; %s", collector.what, done, len(collector.open), "; ".join(waiting)
-                )
-
-    def _finish(
-        self,
-        rollout_id: int,
-        weight_version: int,
-        collector: Collector,
-        specs: Mapping[str, GroupSpec],
-        seconds: float,
-    ) -> _Rollout:
-        names = sorted(collector.results)
-        batches = [collector.results[name] for name in names]
-        data = TrainData(batches, rollout_id=rollout_id, weight_version=weight_version, train=self._config.train)
+    def _finish(self, rollout_id: int, weight_version: int, produced: Produced, seconds: float) -> _Rollout:
+        data = TrainData(
+            produced.batches, rollout_id=rollout_id, weight_version=weight_version, train=self._config.train
+        )
         ledger = [
             {
                 "step": rollout_id,
-                "group": name,
-                "prompt_index": specs[name].prompt_index,
-                "epoch": specs[name].epoch,
+                "group": spec.id,
+                "prompt_index": spec.prompt_index,
+                "epoch": spec.epoch,
                 "samples": len(group),
                 "digest": group_digest(group),
                 "weight_versions": group_versions(group),
                 "attempt": self._attempt,
             }
-            for name, group in zip(names, batches, strict=True)
+            for spec, group in zip(produced.specs, produced.batches, strict=True)
         ]
         result = RolloutResult(
             rollout_id=rollout_id,
-            groups=names,
+            groups=[spec.id for spec in produced.specs],
             reward_mean=float(np.mean(data.rewards)),
             tokens=data.total_response_tokens,
-            metrics={**rollout_metrics(batches), **{f"dropped_{k}": float(v) for k, v in collector.dropped.items()}},
+            metrics={**rollout_metrics(produced.batches, data.generations), **produced.metrics},
             seconds=seconds,
         )
-        return _Rollout(result, data, [specs[name] for name in names], ledger, self._source.state())
+        return _Rollout(result, data, produced.specs, ledger, produced.place)
 
     async def evaluate(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
-        """Greedy answers to the held-out prompts; the accounts and the data order never see them."""
+        """Answers to the prompts of all evaluated data sets; the accounts and the data order never see them."""
         self._check(params)
-        if self._heldout is None:
-            raise RolloutFailed("there are no held-out prompts; set data.heldout")
-        started, number = time.monotonic(), next(self._evaluations)
-        rows = len(self._heldout) if not params["limit"] else min(params["limit"], len(self._heldout))
-        collector = Collector(f"evaluation {number}")
-        orders = [
-            self._order(
-                GroupSpec(id=f"eval-{number:05d}-i{row:09d}", epoch=0, index=row, prompt_index=row),
-                self._heldout,
-                params["weight_version"],
-                evaluation=True,
-            )
-            for row in range(rows)
-        ]
-        names = [order.spec.id for order in orders]
-        try:
-            self._dispatcher.dispatch(orders, collector, counted=False)
-            while collector.open:
-                await self._progress(collector)
-        finally:
-            self._dispatcher.settle(names, "done")
-        if not collector.results:
-            raise RolloutFailed(
-                f"{collector.what}: all {rows} prompts failed. The last failure: {collector.last_failure}"
-            )
-        rewards = [float(batch.rewards[0]) for batch in collector.results.values()]
-        return _plain(
-            EvalResult(
-                accuracy=float(np.mean(rewards)),
-                n=len(rewards),
-                failed=rows - len(rewards),
-                seconds=time.monotonic() - started,
-            )
-        )
+        self._version = max(self._version, params["weight_version"])
+        self._published.tell(self._version)
+        number = next(self._evaluations)
+        return _plain(await self._evaluator.run(self._incarnation, number, params["weight_version"], params["limit"]))
 
     async def prepare_commit(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
         """What a commit after this rollout must hold."""
         self._check(params)
         rollouts = self._until(params["rollout_id"])
-        accounts = self._dispatcher.accounts.settled(sum(len(rollout.specs) for rollout in rollouts))
+        committing = 0 if self._config.rollout.load_debug else sum(len(rollout.specs) for rollout in rollouts)
+        accounts = self._dispatcher.accounts.settled(committing)
         counts = {name: count for name, count in accounts.to_dict().items() if name != "in_flight"}
         data = _plain(rollouts[-1].place)
         ledger = [line for rollout in rollouts for line in rollout.ledger]

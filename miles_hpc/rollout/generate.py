@@ -1,7 +1,12 @@
 """Generate functions: a sample with a prompt in, the same sample with tokens and a response out.
 
-The user's own is `async def f(sample: Sample, context: GenerateContext) -> None`, named by `rollout.generate`. It fills
-the sample as `Sample` says; what it raises fails the sample, and with it the group.
+The user's own is `async def f(sample: Sample, context: GenerateContext)`, named by `rollout.generate`. It fills the
+sample as `Sample` says and returns None; or it returns a sample or a list of samples that are all one generation, e.g.
+the parts of a conversation that was compacted. What it raises fails the sample.
+
+A sample may come with tokens of an earlier, interrupted generation; a function that does not go on from them begins
+anew by overwriting them. `context.interrupted` says that the group is no longer needed now: a function that ends early
+then leaves what it has in the sample, with status `aborted`.
 """
 
 from __future__ import annotations
@@ -10,12 +15,16 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.functions import load_function
-from miles_hpc.rollout.sample import Sample, sample_seed
+from miles_hpc.rollout.sample import Sample, Status, sample_seed
+from miles_hpc.rollout.work_messages import EvalSampling
 from miles_hpc.specs.router import router_pool
 from miles_hpc.specs.session import SESSION_POOL
 
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from miles_hpc.engine.chat_tokenizer import ChatTokenizer
-    from miles_hpc.inference.generate import GenerateClient, SamplingParams
+    from miles_hpc.inference.generate import GenerateClient, Generation, SamplingParams
     from miles_hpc.session.client import SessionClient
     from miles_hpc.wire.messages import CellAddrs
 
@@ -32,6 +41,7 @@ log = logging.getLogger(__name__)
 KEY = "rollout.generate"
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 _DELETE_S = 5.0
+_ABORT_S = 5.0
 
 
 class PromptTooLong(ValueError):
@@ -94,6 +104,30 @@ class Services:
         cells = [cell for cell in self._pools().get(router_pool(self.config), []) if cell.ready]
         return cells[0].workers[0]["http"].addr if cells else None
 
+    async def abort(self, rids: Sequence[str]) -> None:
+        """End requests at the engines; what does not answer is left alone, its request then ends by itself."""
+        prefix = f"engine-{self.config.model.name}-"
+        urls = [
+            cell.workers[0]["http"].addr
+            for pool, cells in self._pools().items()
+            if pool.startswith(prefix)
+            for cell in cells
+            if cell.ready and "http" in cell.workers[0]
+        ]
+
+        async def one(url: str, rid: str) -> None:
+            import aiohttp
+
+            limit = aiohttp.ClientTimeout(total=_ABORT_S)
+            try:
+                async with self.http.post(f"{url}/abort_request", json={"rid": rid}, timeout=limit) as answer:
+                    await answer.read()
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                log.warning("%s did not take an abort: %s", url, error or type(error).__name__)
+
+        # The router does not say which engine runs a request.
+        await asyncio.gather(*(one(url, rid) for url in urls for rid in rids))
+
     async def close(self) -> None:
         """Close what was made."""
         if "http" in self.__dict__:
@@ -105,9 +139,20 @@ class GenerateContext:
 
     Args:
         stage: told what the sample is doing, for reports on slow samples.
+        overrides: sampling of an evaluated data set.
     """
 
-    def __init__(self, services: Services, timeout_s: float, stage: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self,
+        services: Services,
+        timeout_s: float,
+        stage: Callable[[str], None] = lambda name: None,
+        overrides: EvalSampling | None = None,
+    ) -> None:
+        self._overrides = overrides
+        self._rids: set[str] = set()
+        self.interrupted = False
+        """The group is not needed now: end with what there is."""
         self.config = services.config
         self.services = services
         self.stage = stage
@@ -127,11 +172,11 @@ class GenerateContext:
         """Sampling parameters as configured: greedy in evaluation, and a seed of its own for each turn."""
         from miles_hpc.inference.generate import SamplingParams
 
-        rollout = self.config.rollout
+        rollout, eval_ = self.config.rollout, self._overrides or EvalSampling()
         return SamplingParams(
-            max_new_tokens=rollout.max_response_tokens,
-            temperature=0.0 if sample.evaluation else rollout.temperature,
-            top_p=1.0 if sample.evaluation else rollout.top_p,
+            max_new_tokens=eval_.max_response_tokens or rollout.max_response_tokens,
+            temperature=eval_.temperature if sample.evaluation else rollout.temperature,
+            top_p=eval_.top_p if sample.evaluation else rollout.top_p,
             top_k=-1 if sample.evaluation else rollout.top_k,
             stop=list(rollout.stop),
             stop_token_ids=self.services.tokenizer.stop_token_ids,
@@ -144,27 +189,72 @@ class GenerateContext:
         Raises:
             PromptTooLong: they are more than `data.max_prompt_tokens`.
         """
-        ids = self.services.tokenizer.render(sample.messages(), add_generation_prompt=True)
+        tools = {"tools": sample.tools} if sample.tools else {}
+        ids = self.services.tokenizer.render(sample.messages(), add_generation_prompt=True, **tools)
         limit = self.config.data.max_prompt_tokens
         if len(ids) > limit:
             raise PromptTooLong(f"prompt {sample.prompt_index} has {len(ids)} tokens, data.max_prompt_tokens = {limit}")
         return ids
+
+    def interrupt(self) -> list[str]:
+        """Say that the group is not needed now. Returns the requests that are to be aborted at the engines."""
+        self.interrupted = True
+        return sorted(self._rids)
+
+    async def generate(self, input_ids: list[int], sampling: SamplingParams) -> Generation:
+        """One generation. After an interruption it has finish reason `abort` and the tokens drawn until then."""
+        engine = self.services.engine
+        if not self.config.rollout.partial:
+            return await engine.generate(input_ids, sampling, deadline_s=self.request_s)
+        rid = uuid.uuid4().hex
+        self._rids.add(rid)
+        try:
+            return await engine.generate(
+                input_ids, sampling, deadline_s=self.request_s, rid=rid, take_aborted=lambda: self.interrupted
+            )
+        finally:
+            self._rids.discard(rid)
 
 
 GenerateFunction = Callable[[Sample, GenerateContext], Awaitable[Any]]
 
 
 async def single_turn(sample: Sample, context: GenerateContext) -> None:
-    """One answer of the policy to the prompt."""
+    """One answer of the policy to the prompt; goes on where an interrupted one was left."""
     prompt = context.prompt_ids(sample)
+    begun = len(sample.token_ids) - len(prompt)
+    if begun <= 0:
+        sample.token_ids, sample.loss_mask, sample.logprobs, sample.versions = [], [], [], []
+        append_tokens(sample, prompt)
+        begun = 0
     context.stage("generate")
-    answer = await context.services.engine.generate(prompt, context.sampling(sample), deadline_s=context.request_s)
-    sample.token_ids = prompt + answer.token_ids
-    sample.loss_mask = [0] * len(prompt) + [1] * len(answer.token_ids)
-    sample.logprobs = [0.0] * len(prompt) + answer.logprobs
-    sample.versions = [(v, start + len(prompt), end + len(prompt)) for v, start, end in answer.weight_versions]
-    sample.response = context.services.tokenizer.decode(answer.token_ids)
-    sample.status = "truncated" if answer.finish_reason == "length" else "completed"
+    sampling = context.sampling(sample)
+    if begun < sampling.max_new_tokens:
+        left = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - begun)
+        append_answer(sample, answer := await context.generate(sample.token_ids, left))
+        sample.status = STATUS_OF[answer.finish_reason]
+    else:
+        sample.status = "truncated"
+    sample.response = context.services.tokenizer.decode(sample.token_ids[len(prompt) :])
+
+
+STATUS_OF: Mapping[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+
+
+def append_tokens(sample: Sample, ids: Sequence[int]) -> None:
+    """Tokens that the policy did not generate."""
+    sample.token_ids.extend(ids)
+    sample.loss_mask.extend([0] * len(ids))
+    sample.logprobs.extend([0.0] * len(ids))
+
+
+def append_answer(sample: Sample, answer: Generation) -> None:
+    """Tokens that the policy generated."""
+    base = len(sample.token_ids)
+    sample.token_ids.extend(answer.token_ids)
+    sample.loss_mask.extend([1] * len(answer.token_ids))
+    sample.logprobs.extend(answer.logprobs)
+    sample.versions.extend((version, base + start, base + end) for version, start, end in answer.weight_versions)
 
 
 async def two_turn_session(sample: Sample, context: GenerateContext) -> None:
@@ -229,9 +319,20 @@ async def built_in(sample: Sample, context: GenerateContext) -> None:
 
 
 def generate_function(path: str) -> GenerateFunction:
-    """The built-in one for an empty path, or the user's own.
+    """A built-in one by name, `built_in` for an empty path, or the user's own.
 
     Raises:
         FunctionPathError: it cannot be imported.
     """
-    return load_function(path, KEY) if path else built_in
+    if path == "multi_turn":
+        from miles_hpc.rollout.multi_turn import multi_turn
+
+        return multi_turn
+    return BUILT_IN.get(path) or load_function(path, KEY)
+
+
+BUILT_IN: Mapping[str, GenerateFunction] = {
+    "": built_in,
+    "single_turn": single_turn,
+    "two_turn_session": two_turn_session,
+}

@@ -3,116 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from miles_hpc.config.schema import Config
-from miles_hpc.rollout.generate import GenerateContext, GenerateFunction, PromptTooLong, SampleTimeout, Services
+from miles_hpc.rollout.filters import Filter
+from miles_hpc.rollout.finished import InvalidSample, checked_arrays
+from miles_hpc.rollout.generate import (
+    GenerateContext,
+    GenerateFunction,
+    PromptTooLong,
+    SampleTimeout,
+    Services,
+)
 from miles_hpc.rollout.rewards import RewardError, RewardTimeout, Scorer
-from miles_hpc.rollout.sample import Sample, sample_seed
+from miles_hpc.rollout.sample import PartialSample, Sample, sample_seed
 from miles_hpc.rollout.work_messages import RunGroup, Stage
-from miles_hpc.transport.batch import LengthMismatch, RolloutBatch, SampleArrays
+from miles_hpc.transport.batch import LengthMismatch, RolloutBatch
 from miles_hpc.transport.columns import SchemaError
+from miles_hpc.transport.parcel import Packing
 
+log = logging.getLogger(__name__)
 
-class InvalidSample(ValueError):
-    """A generate function returned a sample that cannot be trained on; the text names it by its index."""
-
-
-class GroupRun:
-    """A running group.
-
-    Args:
-        order: what to run.
-        generate: fills a sample.
-        scorer: scores it.
-    """
-
-    def __init__(
-        self, order: RunGroup, config: Config, services: Services, generate: GenerateFunction, scorer: Scorer
-    ) -> None:
-        self.order = order
-        self.reward_calls = 0
-        """Reward calls so far, for the failure rate."""
-        self._config = config
-        self._services = services
-        self._generate = generate
-        self._scorer = scorer
-        self._stages: dict[int, tuple[str, float]] = {}
-
-    def stage(self) -> Stage:
-        """What the slowest sample does."""
-        name, since = min(self._stages.values(), key=lambda stage: stage[1], default=("wait", time.monotonic()))
-        return Stage(group=self.order.spec.id, stage=name, seconds=time.monotonic() - since)
-
-    async def run(self) -> RolloutBatch:
-        """The finished group.
-
-        Raises:
-            GroupError: a sample failed; its siblings are cancelled.
-        """
-        samples = self._samples()
-        tasks = [asyncio.ensure_future(self._run_sample(sample)) for sample in samples]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for sample, task in zip(samples, tasks, strict=True):
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise GroupError(_reason(error), _text(sample, error)) from error
-        try:
-            return RolloutBatch.pack([task.result() for task in tasks])
-        except SchemaError as error:
-            raise GroupError("invalid_sample", f"group {self.order.spec.id}: {error}") from error
-
-    def _samples(self) -> list[Sample]:
-        order, spec = self.order, self.order.spec
-        return [
-            Sample(
-                group=spec.id,
-                index=index,
-                prompt_index=spec.prompt_index,
-                epoch=spec.epoch,
-                prompt=order.prompt.prompt,
-                label=order.prompt.label,
-                metadata=order.prompt.metadata,
-                seed=sample_seed(self._config.seed, spec.epoch, spec.prompt_index, index),
-                weight_version=order.weight_version,
-                evaluation=order.evaluation,
-            )
-            for index in range(order.samples)
-        ]
-
-    async def _run_sample(self, sample: Sample) -> SampleArrays:
-        def stage(name: str) -> None:
-            self._stages[sample.index] = (name, time.monotonic())
-
-        timeout_s = self._config.rollout.sample_timeout_s
-        context = GenerateContext(self._services, timeout_s, stage)
-        try:
-            stage("prompt")
-            try:
-                await asyncio.wait_for(self._generate(sample, context), timeout_s)
-            except asyncio.TimeoutError as error:
-                if context.left_s > 0:
-                    raise  # a timeout of the function's own
-                doing = self._stages[sample.index][0]
-                raise SampleTimeout(
-                    f"not finished within rollout.sample_timeout_s = {timeout_s:g} s; at {doing!r}"
-                ) from error
-            check_sample(sample)
-            stage("reward")
-            self.reward_calls += 1
-            sample.reward = await self._scorer.score(sample)
-            return as_arrays(sample)
-        finally:
-            self._stages.pop(sample.index, None)
+_BACKFILL = 1000
+"""Seeds of samples that are generated again count from here, those of turns from 1."""
 
 
 class GroupError(Exception):
@@ -123,36 +40,187 @@ class GroupError(Exception):
         self.reason = reason
 
 
-def check_sample(sample: Sample) -> None:
-    """Raises InvalidSample unless its columns fit together and its log-probs are finite."""
-    where = f"sample {sample.index} of group {sample.group}"
-    tokens = len(sample.token_ids)
-    if not tokens:
-        raise InvalidSample(f"{where} has no tokens, not even a prompt: its generate function did not fill it")
-    for name, column in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
-        if len(column) != tokens:
-            raise InvalidSample(f"{where} has {tokens} tokens but {name} has {len(column)}; expected {tokens}")
-    if sample.status not in ("completed", "truncated"):
-        raise InvalidSample(f"{where} has status {sample.status!r}; expected completed or truncated")
-    finite = np.isfinite(np.asarray(sample.logprobs, np.float32))
-    if not finite.all():
-        raise InvalidSample(f"{where} has a log-prob that is not finite at token {int(np.argmin(finite))}")
+class GroupInterrupted(Exception):
+    """The group was interrupted; `partial` is what its samples have."""
+
+    def __init__(self, partial: list[PartialSample]) -> None:
+        super().__init__("interrupted")
+        self.partial = partial
 
 
-def as_arrays(sample: Sample) -> SampleArrays:
-    """Token columns become arrays when a sample ends, so that packing a group touches no Python list."""
-    packed = RolloutBatch.pack([sample.arrays()])
-    return SampleArrays(
-        token_ids=packed.token_ids,
-        loss_mask=packed.loss_mask,
-        logprobs=packed.logprobs,
-        reward=float(packed.rewards[0]),
-        versions=sample.versions,
-        status=sample.status,
-        sample_index=sample.index,
-        prompt_index=sample.prompt_index,
-        texts={"response": sample.response},
-    )
+class GroupRun:
+    """A running group.
+
+    Args:
+        order: what to run.
+        generate: fills a sample.
+        scorer: scores it.
+        filters: which groups may be trained on.
+    """
+
+    def __init__(
+        self,
+        order: RunGroup,
+        config: Config,
+        services: Services,
+        generate: GenerateFunction,
+        scorer: Scorer,
+        filters: Sequence[Filter] = (),
+    ) -> None:
+        self.order = order
+        self.reward_calls = 0
+        """Reward calls so far, for the failure rate."""
+        self._config = config
+        self._services = services
+        self._generate = generate
+        self._scorer = scorer
+        self._filters = filters
+        self._stages: dict[int, tuple[str, float]] = {}
+        self._contexts: list[GenerateContext] = []
+        self.interrupted = False
+
+    def stage(self) -> Stage:
+        """What the slowest sample does."""
+        name, since = min(self._stages.values(), key=lambda stage: stage[1], default=("wait", time.monotonic()))
+        return Stage(group=self.order.spec.id, stage=name, seconds=time.monotonic() - since)
+
+    def interrupt(self) -> list[str]:
+        """Let the samples end with what they have. Returns the ids of the requests that must be aborted for that."""
+        self.interrupted = True
+        return [rid for context in self._contexts for rid in context.interrupt()]
+
+    async def run(self) -> Packing:
+        """The finished group's RolloutBatch as a parcel.
+
+        Raises:
+            GroupError: a sample failed, and its siblings are cancelled; or a filter refused the group.
+            GroupInterrupted: it was interrupted before all samples were finished.
+        """
+        samples = self._samples()
+        tasks = [asyncio.ensure_future(self._run_sample(sample)) for sample in samples]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                if not task.done():
+                    task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for sample, task in zip(samples, tasks, strict=True):
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise GroupError(_reason(error), _text(sample, error)) from error
+        finished = [sample for task in tasks for sample in task.result()]
+        if any(sample.status == "aborted" for sample in finished):
+            raise GroupInterrupted([PartialSample.of(sample) for sample in finished])
+        if self._config.reward.scope == "group" and not self.order.evaluation:
+            await self._score_group(finished)
+        self._filter(finished)
+        try:
+            return RolloutBatch.packing_of([checked_arrays(sample) for sample in finished])
+        except (SchemaError, LengthMismatch, InvalidSample) as error:
+            raise GroupError("invalid_sample", f"group {self.order.spec.id}: {error}") from error
+
+    def _samples(self) -> list[Sample]:
+        order, spec = self.order, self.order.spec
+        samples = [
+            Sample(
+                group=spec.id,
+                index=index,
+                prompt_index=spec.prompt_index,
+                epoch=spec.epoch,
+                prompt=order.prompt.prompt,
+                label=order.prompt.label,
+                metadata=order.prompt.metadata,
+                tools=order.prompt.tools,
+                seed=sample_seed(self._config.seed, spec.epoch, spec.prompt_index, index),
+                weight_version=order.weight_version,
+                evaluation=order.evaluation,
+            )
+            for index in range(order.samples)
+        ]
+        for partial in spec.partial:
+            if partial.index < len(samples):
+                partial.restore(samples[partial.index], mask=self._config.rollout.mask_off_policy)
+        return samples
+
+    async def _run_sample(self, sample: Sample) -> list[Sample]:
+        def stage(name: str) -> None:
+            self._stages[sample.index] = (name, time.monotonic())
+
+        rollout = self._config.rollout
+        tries = 1 + (rollout.backfills if rollout.on_failed_sample == "backfill" else 0)
+        try:
+            for number in range(tries):
+                try:
+                    finished = await self._generate_sample(sample, stage)
+                    break
+                except (PromptTooLong, asyncio.CancelledError):
+                    raise
+                except Exception as error:
+                    if number + 1 == tries or self.interrupted:
+                        raise
+                    log.warning("generated again: %s", _text(sample, error).splitlines()[-1])
+                    sample.reset(sample_seed(sample.seed, sample.epoch, sample.prompt_index, _BACKFILL + number))
+            for one in finished:
+                if one.status != "aborted" and one.reward is None and not self._group_reward:
+                    stage("reward")
+                    self.reward_calls += 1
+                    one.reward = await self._scorer.score(one)
+            return finished
+        finally:
+            self._stages.pop(sample.index, None)
+
+    @property
+    def _group_reward(self) -> bool:
+        return self._config.reward.scope == "group" and not self.order.evaluation
+
+    async def _generate_sample(self, sample: Sample, stage: Callable[[str], None]) -> list[Sample]:
+        """The samples of one generation, checked. One that is complete already is left as it is."""
+        if sample.status in ("completed", "truncated"):
+            return [sample]
+        timeout_s = self._config.rollout.sample_timeout_s
+        context = GenerateContext(self._services, timeout_s, stage, overrides=self.order.sampling)
+        self._contexts.append(context)
+        try:
+            if self.interrupted:
+                context.interrupt()
+            stage("prompt")
+            try:
+                answer = await asyncio.wait_for(self._generate(sample, context), timeout_s)
+            except asyncio.TimeoutError as error:
+                if context.left_s > 0:
+                    raise  # a timeout of the function's own
+                doing = self._stages[sample.index][0]
+                raise SampleTimeout(
+                    f"not finished within rollout.sample_timeout_s = {timeout_s:g} s; at {doing!r}"
+                ) from error
+        finally:
+            self._contexts.remove(context)
+        finished: list[Sample] = [sample] if answer is None else answer if isinstance(answer, list) else [answer]
+        if not finished:
+            raise InvalidSample(f"sample {sample.index} of group {sample.group} became no sample at all")
+        for one in finished:
+            # All samples of one generation count as one in the group's statistics.
+            one.index = sample.index
+            if one.status == "aborted" and self.interrupted:
+                continue
+            checked_arrays(one)
+        return finished
+
+    async def _score_group(self, samples: list[Sample]) -> None:
+        self.reward_calls += 1
+        try:
+            rewards = await self._scorer.score_group(samples)
+        except RewardError as error:
+            raise GroupError(_reason(error), f"group {self.order.spec.id}: {error}") from error
+        for sample, reward in zip(samples, rewards, strict=True):
+            sample.reward = reward
+
+    def _filter(self, samples: list[Sample]) -> None:
+        if self.order.evaluation:
+            return
+        for one in self._filters:
+            if reason := one.refuses(samples):
+                raise GroupError(f"filtered_{reason}", f"group {self.order.spec.id} was filtered out: {reason}")
 
 
 _REASONS: Sequence[tuple[type[BaseException] | tuple[type[BaseException], ...], str]] = (

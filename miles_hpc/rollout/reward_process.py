@@ -25,11 +25,15 @@ def main(argv: list[str]) -> int:
         answers.write(pack_message((traceback.format_exc(), None)))
         return 1
     answers.write(pack_message(("", None)))
-    decoder = msgspec.msgpack.Decoder(Sample)
+    decoder = msgspec.msgpack.Decoder(Sample | list[Sample])
     while len(head := questions.read(4)) == 4:
         sample = decoder.decode(questions.read(struct.unpack("<I", head)[0]))
         try:
-            answer: tuple[str, float | None] = ("", checked(function(sample)))
+            value = function(sample)
+            answer: tuple[str, Any] = (
+                "",
+                [checked(one) for one in value] if isinstance(sample, list) else checked(value),
+            )
         except Exception:
             answer = (traceback.format_exc(), None)
         answers.write(pack_message(answer))

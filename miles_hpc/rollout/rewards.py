@@ -53,7 +53,25 @@ def math_verify(sample: Sample) -> float:
     return float(verify(gold, parse(sample.response)))
 
 
-BUILT_IN: dict[str, Callable[[Sample], float]] = {"exact_match": exact_match, "math_verify": math_verify}
+def reasoning_gym(sample: Sample) -> float:
+    """The verifier of the sample's reasoning-gym task; what stands in `<answer>` tags is judged, or the whole response.
+
+    Raises:
+        KeyError: the sample is no problem of `[data.reasoning_gym]`.
+    """
+    from reasoning_gym.factory import get_score_answer_fn
+    from reasoning_gym.utils import extract_answer
+
+    entry = sample.metadata["entry"]
+    score = get_score_answer_fn(entry["metadata"]["source_dataset"])
+    return float(score(extract_answer(sample.response) or sample.response.strip(), entry))
+
+
+BUILT_IN: dict[str, Callable[[Sample], float]] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+}
 
 
 def reward_function(path: str) -> Callable[[Sample], float | Awaitable[float]]:
@@ -90,21 +108,26 @@ class Scorer:
         path: `reward.function`.
         timeout_s: `reward.timeout_s`, counted from when the function begins.
         processes: that run a plain function at once.
+        url: of `remote_http`.
 
     Raises:
         FunctionPathError: the path cannot be imported.
     """
 
-    def __init__(self, path: str, *, timeout_s: float, processes: int = 2) -> None:
+    def __init__(self, path: str, *, timeout_s: float, processes: int = 2, url: str = "") -> None:
         self._path = path
         self._timeout_s = timeout_s
         self._inline: Callable[[Sample], float] | None = None
-        self._coroutine: Callable[[Sample], Awaitable[float]] | None = None
+        self._coroutine: Callable[[Any], Awaitable[Any]] | None = None
         self._idle: asyncio.Queue[_RewardProcess | None] = asyncio.Queue()
         self._processes: set[_RewardProcess] = set()
+        self._remote: RemoteReward | None = None
         if path == "exact_match":
             self._inline = exact_match
-        elif path != "math_verify" and inspect.iscoroutinefunction(function := load_function(path, KEY)):
+        elif path == "remote_http":
+            self._remote = RemoteReward(url)
+            self._coroutine = self._remote.score
+        elif path not in BUILT_IN and inspect.iscoroutinefunction(function := load_function(path, KEY)):
             self._coroutine = function
         else:
             for _ in range(processes):
@@ -117,30 +140,47 @@ class Scorer:
             RewardTimeout: the function hung.
             RewardError: it raised, or returned something else than a finite number.
         """
+        return checked(await self._call(sample, f"sample {sample.index} of group {sample.group}"))
+
+    async def score_group(self, samples: list[Sample]) -> list[float]:
+        """The rewards of a group, when the function takes the list of its samples (`reward.scope = "group"`).
+
+        Raises:
+            RewardTimeout, RewardError: as `score`, and when it does not return one reward for each sample.
+        """
+        answer = await self._call(samples, f"group {samples[0].group}")
+        if not isinstance(answer, list | tuple) or len(answer) != len(samples):
+            raise RewardError(
+                f"{KEY} = {self._path!r} returned {answer!r:.80} for {len(samples)} samples; expected a list of as "
+                f"many numbers"
+            )
+        return [checked(value) for value in answer]
+
+    async def _call(self, what: Any, name: str) -> Any:
         try:
             if self._inline is not None:
-                return checked(self._inline(sample))
+                return self._inline(what)
             if self._coroutine is not None:
-                return checked(await asyncio.wait_for(self._coroutine(sample), self._timeout_s))
-            return checked(await self._in_process(sample))
+                return await asyncio.wait_for(self._coroutine(what), self._timeout_s)
+            return await self._in_process(what)
         except asyncio.TimeoutError as error:
             raise RewardTimeout(
-                f"{KEY} = {self._path!r} did not return within reward.timeout_s = {self._timeout_s:g} s "
-                f"for sample {sample.index} of group {sample.group}"
+                f"{KEY} = {self._path!r} did not return within reward.timeout_s = {self._timeout_s:g} s for {name}"
             ) from error
         except RewardError:
             raise
         except Exception as error:
             raise RewardError(traceback.format_exc()) from error
 
-    async def _in_process(self, sample: Sample) -> Any:
+    async def _in_process(self, what: Any) -> Any:
         process = await self._idle.get()
         try:
             if process is None:
                 process = _RewardProcess(self._path)
                 self._processes.add(process)
                 await process.start()
-            return await asyncio.wait_for(process.call(sample), self._timeout_s)
+            bare = [_bare(one) for one in what] if isinstance(what, list) else _bare(what)
+            return await asyncio.wait_for(process.call(bare), self._timeout_s)
         except RewardError:
             raise
         except BaseException:  # hung, died, or cancelled in the middle of an answer: of no further use
@@ -159,6 +199,59 @@ class Scorer:
         """Kill the reward processes."""
         for process in list(self._processes):
             await self._discard(process)
+        if self._remote is not None:
+            await self._remote.close()
+
+
+def _bare(sample: Sample) -> Sample:
+    """A sample without its arrays, which msgpack does not know and no reward needs."""
+    return msgspec.structs.replace(sample, extra={}) if sample.extra else sample
+
+
+class RemoteReward:
+    """Posts {prompt, response, label, metadata} as JSON and takes {"reward": number} or a number.
+
+    Args:
+        url: where to.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._http: Any = None
+
+    async def score(self, sample: Sample) -> Any:
+        """Raises RewardError for another status than 200, or an answer without a reward."""
+        import aiohttp
+
+        if self._http is None:
+            self._http = aiohttp.ClientSession(trust_env=False)
+        body = {
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "label": sample.label,
+            "metadata": sample.metadata,
+        }
+        try:
+            async with self._http.post(self._url, json=body) as answer:
+                text = await answer.text()
+        except aiohttp.ClientError as error:
+            raise RewardError(f"reward.url = {self._url}: {type(error).__name__}: {error}") from error
+        if answer.status != 200:
+            raise RewardError(f"reward.url = {self._url} answered {answer.status}: {text:.200}")
+        try:
+            found = msgspec.json.decode(text)
+        except msgspec.MsgspecError as error:
+            raise RewardError(f"reward.url = {self._url} answered no JSON: {text:.200}") from error
+        if isinstance(found, dict):
+            if "reward" not in found:
+                raise RewardError(f"reward.url = {self._url} answered {text:.200}; expected a number as reward")
+            return found["reward"]
+        return found
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._http is not None:
+            await self._http.close()
 
 
 class _RewardProcess:
@@ -182,10 +275,10 @@ class _RewardProcess:
         )
         await asyncio.wait_for(self._answer(), _START_S)
 
-    async def call(self, sample: Sample) -> Any:
+    async def call(self, what: Any) -> Any:
         """Raises RewardError with the child's traceback."""
         assert self._child is not None and self._child.stdin is not None
-        self._child.stdin.write(pack_message(sample))
+        self._child.stdin.write(pack_message(what))
         await self._child.stdin.drain()
         return await self._answer()
 

@@ -10,6 +10,7 @@ from miles_hpc.config.load import read_resolved
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.executor import Executor
+from miles_hpc.rollout.published import PublishedVersions
 from miles_hpc.transport.carriers import Outbox
 from miles_hpc.wire.client import HubClient
 from miles_hpc.wire.program import setup_logging, stop_signals
@@ -23,10 +24,17 @@ async def execute(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     stop = asyncio.Event()
     for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
-    dispatcher = Dispatcher(env.listen["work"], env.run_dir, env.attempt, lease_s=config.timing.dead)
+    published = PublishedVersions(env.run_dir)
+    dispatcher = Dispatcher(
+        env.listen["work"],
+        env.run_dir,
+        env.attempt,
+        lease_s=config.timing.dead,
+        is_published=(lambda version: True) if config.rollout.load_debug else published.contains,
+    )
     outbox = Outbox(env.listen["bulk"])
     with contextlib.closing(dispatcher), contextlib.closing(outbox):
-        executor = Executor(config, env.attempt, env.run_dir, dispatcher, outbox)
+        executor = Executor(config, env.attempt, env.run_dir, dispatcher, outbox, published)
         server = RpcServer(env.listen["rpc"], executor.methods(), env.run_dir, env.attempt)
 
         async def follow() -> None:

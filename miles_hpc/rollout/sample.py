@@ -7,10 +7,48 @@ from typing import Any, Literal
 
 import msgspec
 
-from miles_hpc.transport.batch import RolloutBatch, SampleArrays
+from miles_hpc.transport.batch import RolloutBatch
 
 Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
 Messages = list[dict[str, Any]]
+
+
+class PartialSample(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sample had when its group was interrupted; it goes on from there. Readable in commits."""
+
+    index: int
+    status: Status
+    token_ids: list[int] = []
+    loss_mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[tuple[int, int, int]] = []
+    response: str = ""
+
+    @classmethod
+    def of(cls, sample: Sample) -> PartialSample:
+        """The state of a sample."""
+        return cls(
+            index=sample.index,
+            status=sample.status,
+            token_ids=list(sample.token_ids),
+            loss_mask=list(sample.loss_mask),
+            logprobs=list(sample.logprobs),
+            versions=list(sample.versions),
+            response=sample.response,
+        )
+
+    def restore(self, sample: Sample, *, mask: bool) -> None:
+        """Bring a fresh sample to this state.
+
+        Args:
+            mask: these tokens come from an older policy and shall not count.
+        """
+        sample.status = self.status if self.status in ("completed", "truncated") else "pending"
+        sample.token_ids = list(self.token_ids)
+        sample.loss_mask = [0] * len(self.loss_mask) if mask else list(self.loss_mask)
+        sample.logprobs = list(self.logprobs)
+        sample.versions = list(self.versions)
+        sample.response = self.response
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +61,8 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Place in the epoch's order."""
     prompt_index: int
     """Row of the data set."""
+    partial: list[PartialSample] = []
+    """What its samples have already, after an interruption."""
 
 
 class Sample(msgspec.Struct, kw_only=True):
@@ -53,30 +93,20 @@ class Sample(msgspec.Struct, kw_only=True):
     response: str = ""
     status: Status = "pending"
     reward: float | None = None
+    tools: list[dict[str, Any]] = []
+    """Tools that the chat template shows, from `data.tools_key`."""
+    extra: dict[str, Any] = {}
+    """Further per-token arrays, `[tokens, ...]`, e.g. routed experts int32; numpy, the same names in every sample."""
+
+    def reset(self, seed: int) -> None:
+        """Forget what was generated, to begin again with another seed."""
+        self.seed = seed
+        self.token_ids, self.loss_mask, self.logprobs, self.versions = [], [], [], []
+        self.response, self.status, self.reward, self.extra = "", "pending", None, {}
 
     def messages(self) -> Messages:
         """The prompt as chat messages; a text is one message of the user."""
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else list(self.prompt)
-
-    def arrays(self) -> SampleArrays:
-        """The sample as the columns that travel.
-
-        Raises:
-            ValueError: it has no reward; a failed sample is never packed as a zero.
-        """
-        if self.reward is None:
-            raise ValueError(f"sample {self.index} of group {self.group} has no reward, status {self.status!r}")
-        return SampleArrays(
-            token_ids=self.token_ids,
-            loss_mask=self.loss_mask,
-            logprobs=self.logprobs,
-            reward=self.reward,
-            versions=self.versions,
-            status=self.status,
-            sample_index=self.index,
-            prompt_index=self.prompt_index,
-            texts={"response": self.response},
-        )
 
 
 def group_id(epoch: int, index: int) -> str:

@@ -1,7 +1,8 @@
 """What executor and rollout workers say to each other on the `work` port.
 
-Frame 0 is one of the structs below as tagged msgpack, fields append-only with defaults; a GroupDone has the parcel of
-the group's RolloutBatch in the frame behind it. A group is named by (incarnation, id).
+Frame 0 is a list of the structs below as tagged msgpack, fields append-only with defaults: all that one end had to say
+in one turn of its loop. Each message of `WITH_PARCEL` takes the next frame behind it: the parcel of the group's
+RolloutBatch. A group is named by (incarnation, id).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from miles_hpc.rollout.data import Prompt
-from miles_hpc.rollout.sample import GroupSpec
+from miles_hpc.rollout.sample import GroupSpec, PartialSample
 from miles_hpc.wire.ids import Generation
 
 
@@ -53,6 +54,14 @@ class GroupDone(_Message, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
+class GroupPartial(_Message, frozen=True, kw_only=True):
+    """A group that was interrupted, and what its samples have; the worker keeps nothing of it."""
+
+    incarnation: int
+    group: str
+    samples: list[PartialSample]
+
+
 class GroupFailed(_Message, frozen=True, kw_only=True):
     """A group that was given up. `text` holds the traceback."""
 
@@ -70,6 +79,17 @@ class WorkWelcome(_Message, frozen=True, kw_only=True):
     incarnation: int
 
 
+class EvalSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How an evaluated data set is sampled."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_response_tokens: int = 0
+    """0: as in training."""
+    generate: str = ""
+    """Generate function; empty: a single turn."""
+
+
 class RunGroup(_Message, frozen=True, kw_only=True):
     """Generate and score `samples` samples of a prompt."""
 
@@ -79,6 +99,15 @@ class RunGroup(_Message, frozen=True, kw_only=True):
     samples: int
     weight_version: int
     evaluation: bool = False
+    sampling: EvalSampling | None = None
+    """Of an evaluated data set; None: as configured for training."""
+
+
+class InterruptGroups(_Message, frozen=True, kw_only=True):
+    """End these groups now and send what they have."""
+
+    incarnation: int
+    groups: list[str]
 
 
 class GroupReceived(_Message, frozen=True, kw_only=True):
@@ -100,9 +129,11 @@ class BeatSeen(_Message, frozen=True, kw_only=True):
     """The executor is alive."""
 
 
-ToExecutor = WorkHello | WorkBeat | GroupDone | GroupFailed
-ToWorker = WorkWelcome | RunGroup | GroupReceived | FreeGroups | BeatSeen
+WITH_PARCEL = (GroupDone,)
+
+ToExecutor = WorkHello | WorkBeat | GroupDone | GroupPartial | GroupFailed
+ToWorker = WorkWelcome | RunGroup | InterruptGroups | GroupReceived | FreeGroups | BeatSeen
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_executor = msgspec.msgpack.Decoder(ToExecutor).decode
-decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_to_executor = msgspec.msgpack.Decoder(list[ToExecutor]).decode
+decode_to_worker = msgspec.msgpack.Decoder(list[ToWorker]).decode

@@ -38,6 +38,8 @@ _COPY_BELOW = 64 * 1024
 _TURN = 100
 """Messages that are handled before other tasks get a turn."""
 _MAX_FRAME = 1 << 31
+_AGAIN_S = 0.02
+"""Until a send is tried again that found no connection."""
 _DOMAIN = "work"
 
 
@@ -91,7 +93,7 @@ class WorkServer:
     """The executor's end.
 
     Args:
-        on_message: called with (peer, message, frames behind it).
+        on_message: called with (peer, message, the parcel that belongs to it or None).
 
     Raises:
         OSError: the address cannot be bound.
@@ -103,9 +105,12 @@ class WorkServer:
         listen: HostAndPort,
         run_dir: Path,
         attempt: int,
-        on_message: Callable[[bytes, messages.ToExecutor, list[memoryview]], None],
+        on_message: Callable[[bytes, messages.ToExecutor, memoryview | None], None],
     ) -> None:
         self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._outgoing: dict[bytes, list[messages.ToWorker]] = {}
+        self._closed = False
         self.malformed = 0
         context: Context = zmq.Context.instance()
         authenticator(context).allow(_DOMAIN, role_keys(run_dir, attempt, ("worker",)))
@@ -123,23 +128,38 @@ class WorkServer:
         self._pump = _Pump(socket, self._on_frames)
 
     def send(self, peer: bytes, message: messages.ToWorker) -> None:
-        """Queue a message. One to a peer that is gone is dropped: its next hello says what it holds, or it is lost."""
-        try:
-            self._pump.send([peer, messages.encode(message)])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
+        """Send a message at the end of this turn of the loop, with all others to this peer: a send costs more than what
+        is sent. One to a peer that is gone is dropped: its next hello says what it holds, or it is lost."""
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.setdefault(peer, []).append(message)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for peer, found in outgoing.items():
+            if self._closed:
+                return
+            try:
+                self._pump.send([peer, messages.encode(found)])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
 
     def _on_frames(self, frames: list[memoryview]) -> None:
         try:
-            message = messages.decode_to_executor(frames[1])
+            found = messages.decode_to_executor(frames[1])
         except (msgspec.MsgspecError, IndexError) as error:
             self.malformed += 1
             log.warning("a message on the work port was dropped: %s (%d so far)", error, self.malformed)
             return
-        self._on_message(bytes(frames[0]), message, frames[2:])
+        peer, parcels = bytes(frames[0]), iter(frames[2:])
+        for message in found:
+            parcel = next(parcels, None) if isinstance(message, messages.WITH_PARCEL) else None
+            self._on_message(peer, message, parcel)
 
     def close(self) -> None:
+        """Release the address; what was not sent is lost."""
+        self._closed = True
         self._pump.close()
 
 
@@ -169,6 +189,7 @@ class WorkLink:
         self.address = address
         self._on_up, self._on_message, self._on_down = on_up, on_message, on_down
         self._closed = False
+        self._outgoing: list[tuple[messages.ToExecutor, Buffer | None]] = []
         self._loop = asyncio.get_running_loop()
         socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
         prepare(socket, address)
@@ -187,16 +208,25 @@ class WorkLink:
         socket.connect(address.zmq)
         self._pump = _Pump(socket, self._on_frames)
 
-    def send(self, message: messages.ToExecutor, frames: Sequence[Buffer] = ()) -> bool:
-        """Send a message. False while there is no connection: then nothing of it is queued."""
+    def send(self, message: messages.ToExecutor, parcel: Buffer | None = None) -> None:
+        """Send a message at the end of this turn of the loop. It is lost when the connection breaks: then `on_down`
+        is called."""
+        if not self._outgoing and not self._closed:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append((message, parcel))
+
+    def _flush(self) -> None:
         if self._closed:
-            return False
+            return
+        found = [message for message, _ in self._outgoing]
+        parcels = [parcel for _, parcel in self._outgoing if parcel is not None]
         for _ in range(2):
             with contextlib.suppress(zmq.Again):
-                self._pump.send([messages.encode(message), *frames])
-                return True
+                self._pump.send([messages.encode(found), *parcels])
+                self._outgoing.clear()
+                return
             self._socket.get(zmq.EVENTS)  # lets the socket take in a connection that has just come up
-        return False
+        self._loop.call_later(_AGAIN_S, self._flush)
 
     def _watch(self) -> None:
         if self._closed:
@@ -205,21 +235,24 @@ class WorkLink:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._on_up()
                 continue
-            text = {
+            texts: dict[int, str] = {
                 zmq.EVENT_DISCONNECTED: "the connection broke",
                 zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the executor does not know this process's key",
-            }.get(event, "what listens there ended the handshake: it is no executor of this attempt")
+            }
+            text = texts.get(event, "what listens there ended the handshake: it is no executor of this attempt")
             self.close()
             self._on_down(f"{self.address.netloc}: {text}")
             return
 
     def _on_frames(self, frames: list[memoryview]) -> None:
         try:
-            message = messages.decode_to_worker(frames[0])
+            found = messages.decode_to_worker(frames[0])
         except msgspec.MsgspecError as error:
             log.warning("a message of the executor was dropped: %s", error)
             return
-        self._on_message(message)
+        for message in found:
+            if not self._closed:
+                self._on_message(message)
 
     def close(self) -> None:
         """Close without waiting; what was not sent is lost."""

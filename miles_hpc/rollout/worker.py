@@ -13,15 +13,18 @@ from typing import Protocol
 
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.client import POOL as EXECUTOR_POOL
+from miles_hpc.rollout.filters import Filter
 from miles_hpc.rollout.generate import GenerateFunction, Services, generate_function
-from miles_hpc.rollout.group_run import GroupError, GroupRun
+from miles_hpc.rollout.group_run import GroupError, GroupInterrupted, GroupRun
 from miles_hpc.rollout.rewards import Scorer
 from miles_hpc.rollout.work_messages import (
     BeatSeen,
     FreeGroups,
     GroupDone,
     GroupFailed,
+    GroupPartial,
     GroupReceived,
+    InterruptGroups,
     RunGroup,
     ToWorker,
     WorkBeat,
@@ -54,8 +57,8 @@ class AddressBook(Protocol):
 class _Kept:
     """A finished or failed group, held for replay."""
 
-    message: GroupDone | GroupFailed
-    frames: Sequence[Buffer]
+    message: GroupDone | GroupPartial | GroupFailed
+    parcel: Buffer | None
     nbytes: int
     received: bool = False
 
@@ -77,10 +80,14 @@ class RolloutWorker:
         self._hub = hub
         self._services = Services(config, lambda: hub.pools, http_key=load_http_key(env.run_dir, env.attempt))
         self._generate: GenerateFunction = generate_function(config.rollout.generate)
-        self._scorer = Scorer(config.reward.function, timeout_s=config.reward.timeout_s)
+        self._scorer = Scorer(config.reward.function, timeout_s=config.reward.timeout_s, url=config.reward.url)
+        self._filters = [Filter(path) for path in config.rollout.filters]
+        self._eval_functions: dict[str, GenerateFunction] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
         self._incarnation = 0
         self._running: dict[str, tuple[GroupRun, asyncio.Task[None]]] = {}
         self._kept: dict[str, _Kept] = {}
+        self._kept_bytes = 0
         self._link: WorkLink | None = None
         self._welcomed = False
         self._heard = 0.0
@@ -123,7 +130,7 @@ class RolloutWorker:
     async def _close(self) -> None:
         if self._link is not None:
             self._link.close()
-        tasks = [task for _, task in self._running.values()]
+        tasks = [*(task for _, task in self._running.values()), *self._aborts]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -198,13 +205,15 @@ class RolloutWorker:
                 self._on_welcome(message)
             case RunGroup():
                 self._on_run(message)
+            case InterruptGroups(incarnation=self._incarnation):
+                self._interrupt(message.groups)
             case GroupReceived(incarnation=self._incarnation):
                 if message.group in self._kept:
                     self._kept[message.group].received = True
                     self._bound_kept()
             case FreeGroups(incarnation=self._incarnation):
                 self._forget(message.groups)
-            case GroupReceived() | FreeGroups() | BeatSeen():
+            case InterruptGroups() | GroupReceived() | FreeGroups() | BeatSeen():
                 pass
 
     def _on_welcome(self, message: WorkWelcome) -> None:
@@ -226,16 +235,36 @@ class RolloutWorker:
         if name in self._kept:
             self._send(self._kept[name])
             return
-        run = GroupRun(order, self._config, self._services, self._generate, self._scorer)
+        generate = self._generate_of(order)
+        run = GroupRun(order, self._config, self._services, generate, self._scorer, self._filters)
         self._running[name] = (run, asyncio.ensure_future(self._run(run)))
+
+    def _generate_of(self, order: RunGroup) -> GenerateFunction:
+        if order.sampling is None:
+            return self._generate
+        path = order.sampling.generate or "single_turn"
+        if path not in self._eval_functions:
+            self._eval_functions[path] = generate_function(path)
+        return self._eval_functions[path]
+
+    def _interrupt(self, groups: Sequence[str]) -> None:
+        rids = [rid for name in groups if name in self._running for rid in self._running[name][0].interrupt()]
+        if rids:
+            task = asyncio.ensure_future(self._services.abort(rids))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
 
     async def _run(self, run: GroupRun) -> None:
         name, incarnation = run.order.spec.id, run.order.incarnation
         started = time.monotonic()
         try:
-            batch = await run.run()
+            packing = await run.run()
+        except GroupInterrupted as interrupted:
+            partial = GroupPartial(incarnation=incarnation, group=name, samples=interrupted.partial)
+            self._finish(name, _Kept(partial, None, 0))
         except GroupError as error:
-            log.warning("group failed (%s): %s", error.reason, error)
+            if not error.reason.startswith("filtered_"):
+                log.warning("group failed (%s): %s", error.reason, error)
             failed = GroupFailed(
                 incarnation=incarnation,
                 group=name,
@@ -243,7 +272,7 @@ class RolloutWorker:
                 text=str(error)[-8000:],
                 reward_calls=run.reward_calls,
             )
-            self._finish(name, _Kept(failed, (), 0))
+            self._finish(name, _Kept(failed, None, 0))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # a bug here, not in the user's functions: end, and be started anew
@@ -253,37 +282,40 @@ class RolloutWorker:
             done = GroupDone(
                 incarnation=incarnation,
                 group=name,
-                reward_calls=0 if run.order.evaluation else len(batch),
+                reward_calls=0 if run.order.evaluation else run.reward_calls,
                 seconds=seconds,
             )
-            parcel = batch.packing().to_bytes()
-            self._finish(name, _Kept(done, (parcel,), len(parcel)))
+            parcel = packing.to_bytes()
+            self._finish(name, _Kept(done, parcel, len(parcel)))
 
     # ------------------------------------------------------------------------------------------ keeping
     def _finish(self, name: str, kept: _Kept) -> None:
         del self._running[name]
         self._kept[name] = kept
+        self._kept_bytes += kept.nbytes
         if self._welcomed:
             self._send(kept)
 
     def _send(self, kept: _Kept) -> None:
         if self._link is not None:
-            self._link.send(kept.message, kept.frames)
+            self._link.send(kept.message, kept.parcel)
 
     def _forget(self, groups: Sequence[str]) -> None:
         for name in groups:
-            self._kept.pop(name, None)
+            kept = self._kept.pop(name, None)
+            self._kept_bytes -= kept.nbytes if kept is not None else 0
             running = self._running.pop(name, None)
             if running is not None:
                 running[1].cancel()
 
     def _bound_kept(self) -> None:
         """Forget the oldest received groups beyond `keep_bytes`; those not yet received are bounded by credits."""
-        total = sum(kept.nbytes for kept in self._kept.values())
+        if self._kept_bytes <= self._config.rollout.keep_bytes:
+            return
         for name in [name for name, kept in self._kept.items() if kept.received]:
-            if total <= self._config.rollout.keep_bytes:
+            self._kept_bytes -= self._kept.pop(name).nbytes
+            if self._kept_bytes <= self._config.rollout.keep_bytes:
                 return
-            total -= self._kept.pop(name).nbytes
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

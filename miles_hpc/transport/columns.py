@@ -27,11 +27,15 @@ def little_endian(array: Array) -> Array:
     return np.ascontiguousarray(array, dtype=dtype)
 
 
-def pack_texts(texts: Sequence[str]) -> tuple[Array, Array]:
-    """Texts as offsets `[n + 1] int64` and one blob `[bytes] uint8`, UTF-8; lone surrogates survive."""
-    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    blob = np.frombuffer(b"".join(encoded), np.uint8)
-    return offsets_of([len(item) for item in encoded]), blob
+def encode_text(text: str) -> bytes:
+    """UTF-8; lone surrogates survive."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def text_parts(texts: Sequence[str | bytes]) -> tuple[Array, list[Array]]:
+    """Texts as offsets `[n + 1] int64` and the parts of one blob, each `[bytes] uint8`; bytes are taken as they are."""
+    encoded = [encode_text(text) if isinstance(text, str) else text for text in texts]
+    return offsets_of([len(item) for item in encoded]), [np.frombuffer(item, np.uint8) for item in encoded]
 
 
 def unpack_text(offsets: Array, blob: Array, index: int) -> str:

@@ -7,6 +7,7 @@ bytes serve every carrier. Numbers are little endian; NaN and infinities pass as
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ class ParcelHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ParcelHeader).decode
+_JOIN_BELOW = 16 * 1024
 _dtype = functools.lru_cache(maxsize=64)(np.dtype)
 
 
@@ -63,12 +65,10 @@ class Packing:
         for name, column in columns.items():
             parts = [column] if isinstance(column, np.ndarray) else list(column)
             first = _common(kind, name, parts)
-            rows = sum(len(part) for part in parts)
-            shape = (rows, *first.shape[1:])
-            placed.append(Placed(name, first.dtype.newbyteorder("<").str, shape, end))
+            shape = first.shape if len(parts) == 1 else (sum(map(len, parts)), *first.shape[1:])
+            placed.append(Placed(name, _little(first.dtype), shape, end))
             self._parts.append((end, parts))
-            nbytes = first.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-            end = _aligned(end + nbytes)
+            end = _aligned(end + first.dtype.itemsize * math.prod(shape))
         header = _encode(ParcelHeader(kind=kind, columns=placed, meta=dict(meta or {})))
         self._head = _HEAD.pack(len(header)) + header
         self._placed = placed
@@ -81,7 +81,7 @@ class Packing:
         into[: len(self._head)] = self._head
         for column, (offset, parts) in zip(self._placed, self._parts, strict=True):
             dtype = _dtype(column.dtype)
-            count = int(np.prod(column.shape, dtype=np.int64))
+            count = math.prod(column.shape)
             if not count:
                 continue
             target = np.frombuffer(into, dtype, count, self._base + offset).reshape(column.shape)
@@ -90,11 +90,24 @@ class Packing:
             else:
                 np.concatenate(parts, out=target)
 
-    def to_bytes(self) -> bytearray:
+    def to_bytes(self) -> bytes | bytearray:
         """The parcel in memory of its own."""
+        if self.nbytes < _JOIN_BELOW:
+            return self._joined()
         memory = bytearray(self.nbytes)
         self.write(memoryview(memory))
         return memory
+
+    def _joined(self) -> bytes:
+        # Views of a target cost more than the copies of a small parcel.
+        pieces, end = [self._head], len(self._head)
+        for offset, parts in self._parts:
+            pieces.append(bytes(self._base + offset - end))
+            body = b"".join([little_endian(part).tobytes() for part in parts])
+            pieces.append(body)
+            end = self._base + offset + len(body)
+        pieces.append(bytes(self.nbytes - end))
+        return b"".join(pieces)
 
 
 def read_parcel(kind: str, memory: Buffer) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -127,9 +140,7 @@ def _view(kind: str, column: Placed, memory: memoryview, base: int) -> Array:
         raise SchemaError(f"{where} has type {column.dtype!r}, which numpy does not know") from error
     if dtype.kind not in "biuf" or column.offset < 0 or any(extent < 0 for extent in column.shape):
         raise SchemaError(f"{where} has type {dtype}, shape {column.shape}; expected numbers")
-    count = 1
-    for extent in column.shape:
-        count *= extent
+    count = math.prod(column.shape)
     if not count:
         return np.zeros(column.shape, dtype)
     if base + column.offset + count * dtype.itemsize > len(memory):
@@ -154,6 +165,11 @@ def _common(kind: str, name: str, parts: Sequence[Array]) -> Array:
                 f"{part.shape[1:]}; expected one type and width"
             )
     return little_endian(first) if first.dtype.byteorder == ">" else first
+
+
+@functools.lru_cache(maxsize=64)
+def _little(dtype: np.dtype[Any]) -> str:
+    return str(dtype.newbyteorder("<").str)
 
 
 def _aligned(size: int) -> int:

@@ -10,8 +10,8 @@ pytestmark = pytest.mark.unit
 EMPTY = RolloutBatch.pack([])
 
 
-def check(collector, rate=0.25, rows=100):
-    collector.check(batch_size=4, samples=4, max_failure_rate=rate, rows=rows)
+def check(collector, rate=0.25, rows=100, batches=100):
+    collector.check(batch_size=4, samples=4, max_failure_rate=rate, rows=rows, max_filtered_batches=batches)
 
 
 def test_failed_rewards_end_a_rollout_past_the_rate_and_not_before():
@@ -40,6 +40,16 @@ def test_prompts_that_are_too_long_end_a_rollout_only_when_all_are():
     collector.on_drop("g", "prompt_too_long", "prompt 1 has 9 tokens", 0)
     with pytest.raises(RolloutFailed, match=r"prompt_too_long 101.*prompt 1 has 9 tokens"):
         check(collector)
+
+
+def test_a_rollout_in_which_filters_refuse_batch_after_batch_ends_with_the_table_of_reasons():
+    collector = Collector("rollout 3")
+    for number in range(8):
+        collector.on_drop(f"g{number}", f"filtered_zero_std_{number % 2}", "filtered out", 1)
+    check(collector, batches=2)
+    collector.on_drop("g9", "filtered_zero_std_0", "filtered out", 1)
+    with pytest.raises(RolloutFailed, match=r"9 dropped \(filtered_zero_std_0 5, filtered_zero_std_1 4\)"):
+        check(collector, batches=2)
 
 
 def test_a_wait_returns_after_a_change_and_raises_what_ended_the_call():

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from miles_hpc.config.schema import TrainConfig
-from miles_hpc.rollout.convert import TrainBatch, TrainData, UnevenSplit, advantages_of
+from miles_hpc.rollout.convert import Generations, TrainBatch, TrainData, UnevenSplit, advantages_of
 from miles_hpc.rollout.metrics import pass_at_k, rollout_metrics
-from miles_hpc.rollout.sample import Sample, group_digest, group_versions
+from miles_hpc.rollout.sample import group_digest, group_versions
 from miles_hpc.rollout.split import split_samples
 from miles_hpc.transport.batch import RolloutBatch, SampleArrays
 from miles_hpc.transport.columns import SchemaError
@@ -47,7 +47,7 @@ def shards(made, size):
 @settings(deadline=None)
 @given(hnp.arrays(np.float32, st.integers(1, 16), elements=st.floats(-100, 100, width=32)), st.booleans())
 def test_advantages_of_a_group_sum_to_nothing_and_keep_the_order(rewards, normalize):
-    advantages = advantages_of([group(rewards)], "grpo", normalize=normalize)
+    advantages = advantages_of(Generations([group(rewards)]), "grpo", normalize=normalize)
     assert advantages.dtype == np.float32 and abs(advantages.sum(dtype=np.float64)) < 1e-3
     order = np.argsort(rewards, kind="stable")
     assert (np.diff(advantages[order]) >= 0).all()
@@ -56,14 +56,14 @@ def test_advantages_of_a_group_sum_to_nothing_and_keep_the_order(rewards, normal
 
 
 def test_a_group_of_equal_rewards_teaches_nothing():
-    assert advantages_of([group([1, 1, 1])], "grpo", normalize=True).tolist() == [0, 0, 0]
+    assert advantages_of(Generations([group([1, 1, 1])]), "grpo", normalize=True).tolist() == [0, 0, 0]
 
 
 def test_each_estimator_gives_its_own_advantages():
     groups = [group([0, 1, 2]), group([4, 4, 4])]
 
     def plain(name, normalize=False):
-        return [round(float(value), 3) for value in advantages_of(groups, name, normalize=normalize)]
+        return [round(float(value), 3) for value in advantages_of(Generations(groups), name, normalize=normalize)]
 
     assert plain("none") == [0, 1, 2, 4, 4, 4]
     assert plain("grpo") == plain("gspo") == [-1, 0, 1, 0, 0, 0]
@@ -80,10 +80,10 @@ def several(rewards, generations):
 
 
 def test_samples_of_one_generation_share_its_advantage_and_count_once():
-    made = advantages_of([several([1, 1, 0], [0, 0, 1])], "grpo", normalize=False)
+    made = advantages_of(Generations([several([1, 1, 0], [0, 0, 1])]), "grpo", normalize=False)
     assert made.tolist() == [0.5, 0.5, -0.5]
-    with pytest.raises(ValueError, match=r"generation 0 of prompt 0 have rewards 1 and 0"):
-        advantages_of([several([1, 0], [0, 0])], "grpo", normalize=False)
+    with pytest.raises(ValueError, match=r"generation 0 of group 0 have rewards 1 and 0"):
+        Generations([several([1, 0], [0, 0])])
 
 
 def test_ranks_get_equal_shares_of_the_same_samples():
@@ -160,7 +160,8 @@ def test_balanced_ranks_have_about_as_many_tokens():
 
 
 def test_metrics_count_generated_tokens_and_kinds_of_groups():
-    metrics = rollout_metrics([group([0, 0]), group([0, 1], response=5, status="truncated")])
+    groups = [group([0, 0]), group([0, 1], response=5, status="truncated")]
+    metrics = rollout_metrics(groups, Generations(groups))
     assert metrics == {
         "response_tokens_mean": 4.0,
         "response_tokens_median": 4.0,
@@ -180,7 +181,7 @@ def test_metrics_count_generated_tokens_and_kinds_of_groups():
 
 
 def test_pass_at_k_counts_complete_groups_only_and_is_unbiased():
-    assert pass_at_k([np.array([1, 0, 0, 0]), np.array([0, 0, 0, 0]), np.array([1.0])]) == {
+    assert pass_at_k(Generations([group([1, 0, 0, 0]), group([0, 0, 0, 0]), group([1])])) == {
         "pass@1": 0.125,
         "pass@2": 0.25,
         "pass@4": 0.5,
@@ -194,10 +195,3 @@ def test_a_digest_covers_tokens_mask_and_rewards_only():
     assert (
         len({group_digest(g) for g in (base, group([1, 0]), group([0, 1], prompt=3), group([0, 1], response=2))}) == 4
     )
-
-
-def test_a_sample_without_reward_is_never_packed():
-    sample = Sample(group="g", index=1, prompt_index=0, epoch=0, prompt="a", seed=1, status="failed")
-    with pytest.raises(ValueError, match="sample 1 of group g has no reward"):
-        sample.arrays()
-    assert sample.messages() == [{"role": "user", "content": "a"}]

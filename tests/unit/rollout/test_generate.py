@@ -7,6 +7,7 @@ import pytest
 from miles_hpc.config.schema import Config
 from miles_hpc.inference.answers import Generation
 from miles_hpc.rollout.data import Prompt
+from miles_hpc.rollout.finished import checked_arrays
 from miles_hpc.rollout.generate import (
     GenerateContext,
     PromptTooLong,
@@ -16,13 +17,14 @@ from miles_hpc.rollout.generate import (
     single_turn,
     two_turn_session,
 )
-from miles_hpc.rollout.group_run import GroupError, GroupRun, check_sample
+from miles_hpc.rollout.group_run import GroupError, GroupRun
 from miles_hpc.rollout.rewards import RewardError, Scorer
 from miles_hpc.rollout.sample import GroupSpec, Sample
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.session.client import ChatTurn, SessionHandle
 from miles_hpc.session.errors import HistoryDiverged, SessionLost
 from miles_hpc.session.state import SessionSample
+from miles_hpc.transport.batch import RolloutBatch
 from miles_hpc.wire.ids import Generation as CellGeneration
 
 pytestmark = pytest.mark.unit
@@ -111,7 +113,7 @@ def test_a_single_turn_masks_the_prompt_and_places_the_versions_behind_it():
     assert item.token_ids == [97, 98, 120, 121] and item.loss_mask == [0, 0, 1, 1]
     assert item.logprobs == [0.0, 0.0, -1.0, -2.0] and item.versions == [(3, 2, 3), (4, 3, 4)]
     assert item.response == "xy" and item.status == "completed"
-    check_sample(item)
+    checked_arrays(item)
 
 
 def test_sampling_is_as_configured_and_greedy_in_evaluation():
@@ -190,7 +192,7 @@ def run_group(generate=single_turn, rewards=(0.0, 1.0), ctx=None):
         weight_version=3,
     )
     run = GroupRun(order, ctx.config, ctx.services, generate, Rewards(*rewards))
-    return run, asyncio.run(asyncio.wait_for(run.run(), 10))
+    return run, RolloutBatch.from_parcel(asyncio.run(asyncio.wait_for(run.run(), 10)).to_bytes())
 
 
 def failed(match, **arguments):

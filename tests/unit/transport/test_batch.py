@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_hpc.transport.batch import LengthMismatch, RolloutBatch, SampleArrays
-from miles_hpc.transport.columns import SchemaError, pack_texts, unpack_text
+from miles_hpc.transport.columns import SchemaError, text_parts, unpack_text
 from miles_hpc.transport.parcel import Packing, read_parcel
 
 pytestmark = pytest.mark.unit
@@ -32,7 +32,7 @@ def through_a_parcel(batch):
 
 
 def assert_same(left, right):
-    left_columns, right_columns = left._columns(), right._columns()
+    left_columns, right_columns = left.columns(), right.columns()
     assert left_columns.keys() == right_columns.keys()
     for name, column in left_columns.items():
         assert column.dtype == right_columns[name].dtype, name
@@ -138,7 +138,8 @@ def test_a_status_without_a_code_is_refused():
 
 def test_bytes_that_are_no_unicode_become_replacement_characters():
     assert unpack_text(np.array([0, 2]), np.array([0xFF, 0x41], np.uint8), 0) == "\ufffdA"
-    assert unpack_text(*pack_texts(["a", "\ud800x"]), 1) == "\ud800x"
+    offsets, parts = text_parts(["a", "\ud800x", b"\xff"])
+    assert [unpack_text(offsets, np.concatenate(parts), i) for i in range(3)] == ["a", "\ud800x", "\ufffd"]
 
 
 def test_parcels_of_another_kind_version_or_size_are_refused():
@@ -156,7 +157,7 @@ def test_parcels_of_another_kind_version_or_size_are_refused():
     with pytest.raises(SchemaError, match="lacks the columns"):
         RolloutBatch.from_parcel(Packing("rollout_batch", {"offsets": np.zeros(1, np.int64)}).to_bytes())
     with pytest.raises(SchemaError, match="int64; expected int32"):
-        columns = {**RolloutBatch.pack([sample()])._columns(), "token_ids": np.zeros(3, np.int64)}
+        columns = {**RolloutBatch.pack([sample()]).columns(), "token_ids": np.zeros(3, np.int64)}
         RolloutBatch.from_parcel(Packing("rollout_batch", columns).to_bytes())
 
 
@@ -169,7 +170,7 @@ def with_header(memory, **changes):
 
 def test_columns_and_fields_of_a_newer_minor_version_are_left_out():
     batch = RolloutBatch.pack([sample()])
-    memory = bytes(Packing("rollout_batch", {**batch._columns(), "later": np.zeros(4)}).to_bytes())
+    memory = bytes(Packing("rollout_batch", {**batch.columns(), "later": np.zeros(4)}).to_bytes())
     assert_same(RolloutBatch.from_parcel(with_header(memory, minor=9, unheard_of=1)), batch)
 
 

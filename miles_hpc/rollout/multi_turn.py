@@ -1,0 +1,86 @@
+"""Several turns with tools: generate, run the tools that the answer calls, show their results, generate again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+from miles_hpc.rollout.functions import load_function
+from miles_hpc.rollout.generate import STATUS_OF, GenerateContext, append_answer, append_tokens
+from miles_hpc.rollout.sample import Sample
+
+KEY = "rollout.tools"
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+class ToolCall:
+    """A tool that an answer calls. `error` is set when the call itself cannot be read."""
+
+    def __init__(self, name: str, arguments: dict[str, Any], error: str = "") -> None:
+        self.name = name
+        self.arguments = arguments
+        self.error = error
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """Calls in the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, which Hermes and Qwen models use."""
+    found = []
+    for body in _CALL.findall(text):
+        try:
+            call = json.loads(body)
+            arguments = call.get("arguments", {})
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            found.append(ToolCall(str(call["name"]), dict(arguments)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            found.append(ToolCall("", {}, f"the call is not readable: {error}; write it as JSON with name, arguments"))
+    return found
+
+
+async def multi_turn(sample: Sample, context: GenerateContext) -> None:
+    """Turns until an answer calls no tool, is cut off, or `rollout.max_turns` is reached. All turns are one sample:
+    the policy's tokens count, what the template and the tools put between them does not. The last answer is scored.
+
+    Raises:
+        FunctionPathError: `rollout.tools` cannot be imported.
+    """
+    from miles_hpc.session.continuation import Continuation
+
+    rollout, tokenizer = context.config.rollout, context.services.tokenizer
+    run_tool = load_function(rollout.tools, KEY) if rollout.tools else None
+    continuation = Continuation(tokenizer)
+    sample.token_ids, sample.loss_mask, sample.logprobs, sample.versions = [], [], [], []
+    append_tokens(sample, context.prompt_ids(sample))
+    for turn in range(rollout.max_turns):
+        context.stage(f"turn {turn + 1}")
+        answer = await context.generate(sample.token_ids, context.sampling(sample, turn))
+        append_answer(sample, answer)
+        sample.response = tokenizer.decode(answer.token_ids)
+        sample.status = STATUS_OF[answer.finish_reason]
+        calls = parse_tool_calls(sample.response)
+        if sample.status != "completed" or not calls or run_tool is None or turn + 1 == rollout.max_turns:
+            return
+        messages = []
+        for call in calls:
+            context.stage(f"tool {call.name}")
+            messages.append(
+                {"role": "tool", "name": call.name, "content": await _result(run_tool, call, sample, context)}
+            )
+        append_tokens(sample, continuation.suffix(answer.token_ids, messages, sample.tools or None))
+
+
+async def _result(run_tool: Any, call: ToolCall, sample: Sample, context: GenerateContext) -> str:
+    """What a tool says; its failure is told to the policy, which may try again."""
+    if call.error:
+        return f"error: {call.error}"
+    limit = context.config.rollout.tool_timeout_s
+    try:
+        return str(await asyncio.wait_for(run_tool(call.name, call.arguments, sample), min(limit, context.left_s)))
+    except asyncio.TimeoutError:
+        if context.left_s <= 0:
+            raise
+        return f"error: {call.name} did not answer within {limit:g} s"
+    except Exception as error:
+        return f"error: {type(error).__name__}: {error}"

@@ -1,0 +1,41 @@
+"""Consumer of `handover`: fetches each ParcelRef from standard input, and answers with times, peak memory and a sum."""
+
+import json
+import sys
+import time
+import warnings
+
+import msgspec
+import torch
+from samples import check, reset_peak, status_mb
+
+from miles_hpc.transport.batch import RolloutBatch
+from miles_hpc.transport.carriers import Inbox, ParcelRef
+
+warnings.simplefilter("ignore")  # the arrays are read-only on purpose
+torch.set_num_threads(1)
+inbox = Inbox(sys.argv[1])
+torch.zeros(1)
+print("{}", flush=True)
+for line in sys.stdin:
+    received = time.monotonic()
+    before = reset_peak()
+    begun = time.monotonic()
+    ref = msgspec.json.decode(line, type=ParcelRef)
+    batch = RolloutBatch.from_parcel(inbox.fetch(ref, 60))
+    fetched = time.monotonic()
+    ids = torch.from_numpy(batch.token_ids)
+    logprobs, mask = torch.from_numpy(batch.logprobs), torch.from_numpy(batch.loss_mask)
+    sizes = batch.lengths.tolist()
+    found = list(zip(ids.split(sizes), logprobs.split(sizes), mask.split(sizes), strict=True))
+    ended = time.monotonic()
+    answer = {
+        "ended": ended - (begun - received),
+        "fetch_ms": (fetched - begun) * 1e3,
+        "torch_ms": (ended - fetched) * 1e3,
+        "sum": check(found),
+    }
+    answer["peak_mb"] = status_mb("VmHWM") - before
+    inbox.release(ref)
+    del batch, ids, logprobs, mask, found
+    print(json.dumps(answer), flush=True)
