@@ -73,15 +73,15 @@ class LocalRun:
     def poll(self) -> dict[str, Any] | None:
         """The verdict, or None while the run goes on.
 
-        A run whose hub ended without one, or whose nodes are all gone, is stopped and gets
+        A run whose first node gave up without one, or whose nodes are all gone, is stopped and gets
         `{"outcome": "failed", "reason", "exit_code": 1}`; nothing of it is on disk then.
         """
         found = self.verdict()
         if found is not None:
             return found
         codes = [node.warden.poll() for node in self.nodes]
-        # Without the first node there is no hub any more, and without any node nothing at all.
-        if codes[0] is None and None in codes:
+        # A node that was killed is succeeded by another one; a first node that gave up had a reason for all.
+        if None in codes and (codes[0] is None or codes[0] < 0):
             return None
         if self._crashed_at is None:
             self._crashed_at = time.monotonic()
