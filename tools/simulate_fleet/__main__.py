@@ -30,6 +30,7 @@ from miles_hpc.wire.ids import node_id
 from miles_hpc.wire.operator import OperatorClient
 from miles_hpc.wire.rendezvous import wait_for_rendezvous
 from miles_hpc.wire.security import create_secrets
+from miles_hpc.wire.sockets import HubError
 
 START_S = 60.0
 REGISTER_S = 600.0
@@ -162,16 +163,16 @@ class Simulation:
         self.say(f"{self.agents} agents registered in {seconds:.2f} s ({self.agents / seconds:.0f} a second)")
 
     def measure(self, seconds: float) -> None:
-        """Heartbeats and tables go on; an operator restarts cells meanwhile."""
+        """Heartbeats and tables, nothing else."""
         for each in self.load:
             each.tell("window")
             each.said("window")
         cpu, started = self._threads_s(), time.monotonic()
         psutil.cpu_times_percent(None)
-        sent = self._command(started + seconds)
+        self._until(lambda: False, "", seconds, give_up=False)
         took = time.monotonic() - started
         used = {kind: seconds - cpu[kind] for kind, seconds in self._threads_s().items()}
-        everything = psutil.cpu_times_percent(None)
+        idle = psutil.cpu_times_percent(None).idle
         lags: list[float] = []
         late = 0.0
         for each in self.load:
@@ -181,8 +182,6 @@ class Simulation:
             late = max(late, told["late_s"])
             if told["refused"]:
                 raise Gone(f"the hub refused an agent: {told['refused']}")
-        got = {(line["stop"], line["generation"]): line["at"] for each in self.load for line in each.all_said("stop")}
-        commands = [(got[key] - at) * 1e3 for key, at in sent.items() if key in got]
         self.results |= {
             "heartbeats_per_s": round(len(lags) / took),
             "hub_cpu_pct": round(100 * sum(used.values()) / took, 1),
@@ -191,12 +190,20 @@ class Simulation:
             "us_per_heartbeat": round(1e6 * sum(used.values()) / max(1, len(lags)), 1),
             "lag_p50_ms": percentile(lags, 50),
             "lag_p99_ms": percentile(lags, 99),
-            "command_p50_ms": percentile(commands, 50),
-            "command_p99_ms": percentile(commands, 99),
-            "commands": len(commands),
-            "commands_lost": len(sent) - len(commands),
             "load_late_ms": round(late * 1e3, 1),
-            "machine_idle_pct": everything.idle,
+            "machine_idle_pct": idle,
+        }
+
+    def command(self, seconds: float) -> None:
+        """Heartbeats go on while an operator restarts cells."""
+        sent = self._command(time.monotonic() + seconds)
+        got = {(line["stop"], line["generation"]): line["at"] for each in self.load for line in each.all_said("stop")}
+        took = [(got[key] - at) * 1e3 for key, at in sent.items() if key in got]
+        self.results |= {
+            "command_p50_ms": percentile(took, 50),
+            "command_p99_ms": percentile(took, 99),
+            "commands": len(took),
+            "commands_lost": len(sent) - len(took),
         }
 
     def _command(self, until: float) -> dict[tuple[str, str], float]:
@@ -211,7 +218,7 @@ class Simulation:
                     given[f"{cell.cell}-00000", str(cell.generation)] = time.monotonic()
                     operator.restart_cell(cell.cell, cell.generation)
                 n += 1
-                pause.wait(0.02)
+                pause.wait(0.05)
         return given
 
     def kill(self, share: float, seed: int) -> None:
@@ -316,9 +323,13 @@ def main() -> int:
         simulation.results["load_before"] = round(load, 2)
         simulation.register()
         simulation.measure(given.seconds)
+        simulation.command(given.seconds / 2)
         simulation.kill(given.deaths, given.seed)
         simulation.end()
-    except Gone as failure:
+    except (Gone, HubError) as failure:
+        if simulation is not None:
+            say(str(simulation.results))
+            given.keep = True
         print(f"simulate-fleet: {failure}", file=sys.stderr)
         return 1
     finally:
