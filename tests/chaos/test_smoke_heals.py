@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -92,10 +91,8 @@ def test_a_signal_ends_everything_within_ten_seconds(smoke, number):
     run = smoke("steps=400", "inference.fake_token_ms=40")
     run.reach(2)
     run.process.send_signal(number)
-    sent = time.monotonic()
+    wait_for(lambda: not run.left(), "everything to end", 10)
     summary = run.end(30)
-    assert time.monotonic() - sent < 10
-    assert run.left() == []
     assert run.process.returncode == summary["exit_code"] == 130 and summary["outcome"] == "cancelled"
     assert run.last_line().startswith(f"miles-hpc: cancelled: cancelled by {number.name}; log /")
     assert adds_up(summary), summary
