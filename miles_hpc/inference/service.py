@@ -40,6 +40,7 @@ def engines_in(pools: Mapping[str, Sequence[CellAddrs]]) -> list[EngineInfo]:
             generation=cell.generation,
             url=_url(cell),
             gpu_offset=int(cell.meta.get("gpu_offset", 0)),
+            ranks=int(cell.meta.get("ranks", 1)),
         )
         for pool, cells in pools.items()
         if pool.startswith(ENGINE_POOLS)

@@ -59,7 +59,7 @@ async def update_from_disk(
     Raises:
         WeightsNotTaken: when no engine took the weights and at least one answered that it will not.
     """
-    async with _borrowed(http) as client:
+    async with borrowed(http) as client:
         outcomes = await asyncio.gather(
             *(_update_one(EngineApi(e.url, client), path, version, pause_mode, timeout_s) for e in engines),
             return_exceptions=True,
@@ -85,11 +85,12 @@ async def update_from_disk(
 async def load_from_disk(engine: EngineApi, path: str, version: int, *, timeout_s: float = 600.0) -> None:
     """Load weights into an engine that gets no traffic, and verify its label; raises EngineError."""
     await asyncio.wait_for(_load(engine, path, version, timeout_s, flush=True), timeout_s)
-    await _verify(engine, version)
+    await verify_label(engine, version)
 
 
 @contextlib.asynccontextmanager
-async def _borrowed(http: aiohttp.ClientSession | None) -> AsyncIterator[aiohttp.ClientSession]:
+async def borrowed(http: aiohttp.ClientSession | None) -> AsyncIterator[aiohttp.ClientSession]:
+    """The caller's client, or one for this call."""
     if http is not None:
         yield http
         return
@@ -107,7 +108,7 @@ async def _update_one(engine: EngineApi, path: str, version: int, mode: PauseMod
         in_place = mode == "in_place"
         await _load(engine, path, version, timeout_s, flush=not in_place)
         flushed = not in_place or await _try_flush(engine)
-        await _verify(engine, version)
+        await verify_label(engine, version)
         await engine.resume()
         return flushed
 
@@ -139,7 +140,8 @@ async def _try_flush(engine: EngineApi) -> bool:
     return True
 
 
-async def _verify(engine: EngineApi, version: int) -> None:
+async def verify_label(engine: EngineApi, version: int) -> None:
+    """Raises EngineError when the engine does not say that it serves `version`."""
     found = await engine.weight_version()
     if found != version:
         raise EngineError(f"{engine.url}: took weights {version}, but its label says {found}")

@@ -33,6 +33,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation
     url: str
     gpu_offset: int = 0
+    ranks: int = 1
+    """Its members of a weight update group."""
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +28,7 @@ def by_path(name: str, path: Path) -> Any:
     return sys.modules[name]
 
 
+by_path("sglang_contract", Path(__file__).parent / "contract" / "cases.py")
 FLEET = by_path("sglang_fleet", ROOT / "tests" / "process" / "inference" / "conftest.py")
 
 
@@ -41,28 +40,52 @@ def sglang_config(*sets: str) -> Any:
 class RealFleet(FLEET.Fleet):
     """Real engines under an address book that the test holds."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.trees: dict[int, list[psutil.Process]] = {}
+        """Pid of an engine -> its children, as last seen: some outlive it by seconds."""
+
+    def embedded(self, index: int) -> Any:
+        """An embedded engine on the same model, in no address book."""
+        ports = {"http": FLEET.free_port()}
+        argv = [sys.executable, "-m", "miles_hpc.engine.serve", "--port", str(ports["http"])]
+        argv += ["--model-path", self.config.model.path, "--context-length", "1024"]
+        program = self._start(f"engine-embedded-0-{index:05d}", 1, ports, argv, {})
+        FLEET.wait_http(program, "/health", 120)
+        return program
+
     def wait(self, *engines: Any) -> None:
         """Until these engines answer `/health`."""
         for engine in engines:
             FLEET.wait_http(engine, "/health", START_S)
 
-    def stop(self) -> None:
-        """Engines are trees of processes, some of which outlive the first by seconds."""
-        trees = [psutil.Process(p.process.pid) for p in self.programs if p.process.poll() is None]
-        everyone = [child for tree in trees for child in tree.children(recursive=True)]
-        super().stop()
+    def scheduler_of(self, engine: Any) -> psutil.Process:
+        """The scheduler process of an engine, by the title that SGLang gives it."""
+        known = self.trees.setdefault(engine.process.pid, [])
+        if engine.process.poll() is None:
+            known[:] = psutil.Process(engine.process.pid).children(recursive=True)
+        for child in known:
+            if child.is_running() and "scheduler" in " ".join(child.cmdline()):
+                return child
+        raise AssertionError(f"{engine.cell} has no scheduler process: {known}")
+
+    def end_tree(self, program: Any) -> None:
+        """Nothing of a program is left, as when an agent has stopped it."""
+        everyone = self.trees.get(program.process.pid, [])
+        if program.process.poll() is None:
+            everyone = psutil.Process(program.process.pid).children(recursive=True)
+            program.process.kill()
+        program.process.wait(20)
         for child in everyone:
             if child.is_running():
                 child.kill()
         psutil.wait_procs(everyone, 20)
 
-
-def scheduler_of(engine: Any) -> psutil.Process:
-    """The scheduler process of an engine's first rank, by the title that SGLang gives it."""
-    for child in psutil.Process(engine.process.pid).children(recursive=True):
-        if "scheduler" in " ".join(child.cmdline()):
-            return child
-    raise AssertionError(f"{engine.cell} has no scheduler process")
+    def stop(self) -> None:
+        """End every tree, then the address book."""
+        for program in self.programs:
+            self.end_tree(program)
+        super().stop()
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +95,12 @@ def runtimes() -> Path:
     if not (found / "sglang" / "bin" / "python").exists() or not (found / "router" / "bin" / "python").exists():
         pytest.skip("no real SGLang: run tools/sglang-cpu")
     return found
+
+
+@pytest.fixture(scope="session")
+def real_config() -> Callable[..., Any]:
+    """`real_config("key=value", …)`: the run file of these tests with `--set`s."""
+    return sglang_config
 
 
 @pytest.fixture
@@ -97,14 +126,11 @@ def pair(runtimes: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     fleet = RealFleet(run_dir, config=sglang_config())
     try:
         fleet.controller()
-        fleet.router()
+        fleet.router_program = fleet.router()
         fleet.engines = [fleet.real_engine(index, wait=False) for index in range(2)]
         fleet.wait(*fleet.engines)
+        for engine in fleet.engines:
+            fleet.scheduler_of(engine)
         yield fleet
     finally:
         fleet.stop()
-
-
-def stop_process(process: psutil.Process) -> None:
-    """SIGSTOP."""
-    os.kill(process.pid, signal.SIGSTOP)

@@ -223,6 +223,7 @@ class Fleet:
                 node="node-00000",
                 ready=ready,
                 workers=[{name: HostAndPort(HOST, port) for name, port in program.ports.items()}],
+                meta={"gpu_offset": parse_cell_id(program.cell)[1]},
             )
         )
 
@@ -333,3 +334,8 @@ def make_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 @pytest.fixture
 def until() -> Callable[..., None]:
     return wait_until
+
+
+@pytest.fixture(name="free_port")
+def free_port_fixture() -> Callable[[], int]:
+    return free_port
