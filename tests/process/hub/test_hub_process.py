@@ -15,6 +15,7 @@ from miles_hpc.wire.messages import (
     Done,
     FinishRun,
     Heartbeat,
+    LeaseRenewed,
     PoolAddrs,
     Progress,
     Refused,
@@ -93,17 +94,23 @@ def test_a_dead_worker_is_healed_and_clients_are_told(start_hub):
     assert controller.of(Done) == [Done(call_id="r")]
 
 
-def test_a_driver_that_ends_without_finish_fails_the_run(start_hub):
+def test_a_driver_that_always_ends_without_finish_fails_the_run(start_hub):
     hub = start_hub()
     agent = hub.agent(0)
     started(hub, agent)
-    agent.worker_dies("driver-00000-00000", exit_code=3, log_path="/logs/driver.log")
+    for generation in range(1, 7):
+        hub.pump(lambda n=generation: runs(agent, "driver-00000-00000", n), f"generation {generation}", 40)
+        agent.worker_dies("driver-00000-00000", exit_code=3, log_path="/logs/driver.log")
     assert hub.end() == 0
     summary = read(hub.run_dir / "summary.json")
     assert (summary["outcome"], summary["exit_code"]) == ("failed", 1)
-    for part in ("driver-00000", "exit code 3", "/logs/driver.log"):
+    for part in ("group training ended 6 times", "driver-00000", "exit code 3", "/logs/driver.log"):
         assert part in summary["reason"]
     assert agent.of(Shutdown) == [Shutdown(reason="failed", exit_code=1)]
+
+
+def runs(agent, worker, n):
+    return worker in agent.running and agent.running[worker].generation.n == n
 
 
 def test_an_operator_sees_the_run_and_cancels_it(start_hub):
@@ -184,15 +191,21 @@ def test_a_term_signal_cancels_the_run(start_hub):
     assert agent.of(Shutdown) == [Shutdown(reason="cancelled", exit_code=130)]
 
 
-def test_a_silent_node_is_lost_and_its_stateful_cell_ends_the_run(start_hub):
+def test_a_silent_node_loses_its_stateless_cells_while_the_lease_is_renewed(start_hub):
     hub = start_hub(nodes=2)
     first, second = hub.agent(0), hub.agent(1)
     started(hub, first, second)
+    lost = {worker for worker in second.running if worker.startswith(("engine", "router", "session"))}
     hub.peers.remove(second)
-    hub.pump(lambda: first.of(Shutdown), "the end of the run", 25)
+
+    def replaced():
+        first.send(LeaseRenewed(counter=1))
+        return lost <= set(first.running)
+
+    hub.pump(replaced, "the cells of the lost node", 30)
     second.link.close()
-    reason = read(hub.run_dir / "summary.json")["reason"]
-    assert "node-00001" in reason and "silent for 10" in reason
+    assert not first.of(Shutdown)
+    assert not any(worker.startswith("driver") for worker in first.running), "it waits for the fence"
 
 
 def test_the_hub_dies_with_its_agent(start_hub):
