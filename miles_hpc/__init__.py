@@ -8,7 +8,13 @@ from typing import Any
 __version__ = "0.1.0"
 
 # Name -> module that has it, imported when it is first asked for: programs of a run must not pay for it.
-_LAZY = {"submit": "miles_hpc.cli.submit", "Run": "miles_hpc.launch.run", "State": "miles_hpc.launch.run"}
+_LAZY = {
+    "Run": "miles_hpc.launch.run",
+    "State": "miles_hpc.launch.run",
+    "connect": "miles_hpc.train.connect",
+    "connect_async": "miles_hpc.train.connect",
+    "submit": "miles_hpc.cli.submit",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -91,7 +91,7 @@ def _batches(config: Config) -> Found:
     rollout, train = config.rollout, config.train
     samples = rollout.batch_size * rollout.samples_per_prompt
     shares = train.ranks * train.updates_per_step
-    if samples % shares and train.uneven == "error":
+    if samples % shares and train.uneven == "error" and config.mode != "external":
         # The step between two sizes that fit; the next larger one exists, a smaller one may be 0.
         unit = shares // math.gcd(shares, rollout.samples_per_prompt)
         lower = rollout.batch_size // unit * unit
@@ -113,7 +113,7 @@ def _batches(config: Config) -> Found:
 
 def _learning(config: Config) -> Found:
     rollout, train = config.rollout, config.train
-    if train.trainer != "torch" or train.learning_rate == 0:
+    if train.trainer != "torch" or train.learning_rate == 0 or config.mode == "external":
         return
     if rollout.samples_per_prompt == 1:
         yield (

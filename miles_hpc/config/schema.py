@@ -313,6 +313,9 @@ class TrainConfig(_Section, frozen=True):
     save_every: Annotated[PositiveInt, _d("Steps between two commits; a commit holds a checkpoint.")] = 5
     keep_checkpoints: Annotated[PositiveInt, _d("Newest checkpoints that are kept.")] = 2
     threads: Annotated[PositiveInt, _d("CPU threads of one rank.")] = 1
+    external_timeout_s: Annotated[
+        PositiveFloat, _d("mode external: until every rank of your trainer must have acknowledged a rollout.")
+    ] = 86400.0
     warm_start: Annotated[WarmStartConfig | None, _d("Supervised steps before the first rollout.")] = None
 
 

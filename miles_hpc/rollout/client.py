@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -150,6 +151,18 @@ class BatchReader:
         self._fetched: dict[tuple[int, int], ParcelRef] = {}
         self._rpc = SyncRpcClient(lambda: executor_address(hub), hub.env.run_dir, hub.env.attempt)
         self.incarnation = incarnation
+
+    @classmethod
+    def at(cls, address: HostAndPort, run_dir: Path, attempt: int, incarnation: int) -> BatchReader:
+        """A reader outside the run's own processes, which have the address book."""
+        from miles_hpc.transport.carriers import Inbox
+        from miles_hpc.wire.rpc import SyncRpcClient
+
+        reader = cls.__new__(cls)
+        reader._inbox, reader._fetched = Inbox(), {}
+        reader._rpc = SyncRpcClient(address, run_dir, attempt)
+        reader.incarnation = incarnation
+        return reader
 
     def get(self, rollout_id: int, dp_rank: int, dp_size: int, timeout_s: float = 600.0) -> TrainBatch:
         """This rank's shard of a rollout. The same shard is returned until it is acknowledged, and is valid until then.

@@ -109,7 +109,7 @@ class WorkServer:
     ) -> None:
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
-        self._outgoing: dict[bytes, list[messages.ToWorker]] = {}
+        self._outgoing: dict[bytes, list[msgspec.Raw]] = {}
         self._closed = False
         self.malformed = 0
         context: Context = zmq.Context.instance()
@@ -132,7 +132,8 @@ class WorkServer:
         is sent. One to a peer that is gone is dropped: its next hello says what it holds, or it is lost."""
         if not self._outgoing:
             self._loop.call_soon(self._flush)
-        self._outgoing.setdefault(peer, []).append(message)
+        # Encoded here, so that what cannot be encoded fails its sender.
+        self._outgoing.setdefault(peer, []).append(msgspec.Raw(messages.encode(message)))
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
@@ -189,7 +190,7 @@ class WorkLink:
         self.address = address
         self._on_up, self._on_message, self._on_down = on_up, on_message, on_down
         self._closed = False
-        self._outgoing: list[tuple[messages.ToExecutor, Buffer | None]] = []
+        self._outgoing: list[tuple[msgspec.Raw, Buffer | None]] = []
         self._loop = asyncio.get_running_loop()
         socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
         prepare(socket, address)
@@ -213,7 +214,7 @@ class WorkLink:
         is called."""
         if not self._outgoing and not self._closed:
             self._loop.call_soon(self._flush)
-        self._outgoing.append((message, parcel))
+        self._outgoing.append((msgspec.Raw(messages.encode(message)), parcel))
 
     def _flush(self) -> None:
         if self._closed:

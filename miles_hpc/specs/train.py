@@ -19,6 +19,7 @@ def trainer_spec(config: Config) -> CommandWorkerSpec:
         launch_command=lambda ctx: own_program(config, "trainer", "miles_hpc.train.run_trainer"),
         env=lambda ctx: {**collective_env(config, "trainer"), **own_env(config, "trainer", config.train.threads)},
         scheduling=SchedulingSpec(
+            num_cells=0 if config.mode == "external" else 1,
             num_workers_per_cell=config.train.ranks,
             num_cpus_per_worker=float(config.train.threads),
             placement="pack",
@@ -46,6 +47,7 @@ def driver_spec(config: Config) -> CommandWorkerSpec:
         launch_command=lambda ctx: own_program(config, "driver", "miles_hpc.train.run_driver"),
         env=lambda ctx: own_env(config, "driver"),
         scheduling=SchedulingSpec(num_cpus_per_worker=0.5, avoid_hub_node=True),
+        port_infos=(PortInfo(name="rpc"),) if config.mode == "external" else (),
         group=TRAINING_GROUP,
         state="stateful",
         stop_grace=config.timing.stop_grace,

@@ -107,6 +107,7 @@ class Driver:
         self._committed = 0
         self._save_s = 0.0
         self._kept: list[str] = []
+        self._evaluated: dict[str, float] = {}
         self.summary = RunSummary({}, 0, {})
 
     async def run(self) -> RunSummary:
@@ -162,7 +163,7 @@ class Driver:
             log.info("warm start: %s", await self._ranks.warm_start())
         await self._publish()
         # A run that ended between its last commit and its last evaluation has only this left to do.
-        if self._config.data.heldout and start.step in (0, self._config.steps):
+        if self._evaluates and start.step in (0, self._config.steps):
             await self._evaluate(start.step)
         self._hub.on_progress(self.summary)
         return True
@@ -192,7 +193,7 @@ class Driver:
             await self._commit(step)
         lap("save")
         heldout = None
-        if self._config.data.heldout and (last or self._every(self._config.eval.every, step)):
+        if self._evaluates and (last or self._every(self._config.eval.every, step)):
             heldout = await self._evaluate(step)
             lap("evaluate")
         self.summary.counts = await self._executor.counts()
@@ -209,11 +210,15 @@ class Driver:
             "rollout": result.metrics,
         }
         if heldout is not None:
-            row["heldout"] = heldout
+            row |= {"heldout": heldout, "eval": self._evaluated}
         self._metrics.append(row)
         self._hub.on_progress(self.summary)
         self._track(step, row)
         return True
+
+    @property
+    def _evaluates(self) -> bool:
+        return bool(self._config.data.heldout or self._config.eval.datasets)
 
     @staticmethod
     def _every(interval: int, step: int) -> bool:
@@ -226,6 +231,7 @@ class Driver:
     async def _evaluate(self, step: int) -> float:
         found = await self._executor.evaluate(self._version, self._config.eval.limit)
         self.summary.on_evaluation(found.accuracy)
+        self._evaluated = found.metrics
         log.info("step %d: held-out accuracy %.3f of %d prompts", step, found.accuracy, found.n)
         return found.accuracy
 

@@ -71,7 +71,10 @@ async def wait_for_parts(hub: HubClient, config: Config) -> None:
         WaitTimeout: naming the first that does not.
     """
     deadline = time.monotonic() + config.timing.start_deadline
-    for pool, what in (("executor", "the executor"), ("controller", "the controller"), (TRAINER_POOL, "the trainer")):
+    parts = [("executor", "the executor"), ("controller", "the controller")]
+    if config.mode != "external":
+        parts.append((TRAINER_POOL, "the trainer"))
+    for pool, what in parts:
         left = max(0.0, deadline - time.monotonic())
         await hub.async_wait_for(functools.partial(_ready, pool), what, left)
 
@@ -84,6 +87,10 @@ def _ready(pool: str, pools: Pools) -> bool:
 async def drive(env: WorkerEnv, config: Config, hub: HubClient) -> RunSummary:
     """The whole run. What it raises carries the summary so far to `DriverFailed`."""
     await wait_for_parts(hub, config)
+    if config.mode == "external":
+        from miles_hpc.train.driver_external import drive_external
+
+        return await drive_external(env, config, hub)
     executor, controller = ExecutorClient(hub), ControllerClient(hub)
     ranks = RankClients(hub, config.train.ranks)
     try:

@@ -58,9 +58,7 @@ class Worker:
         return await asyncio.wait_for(self.messages.get(), 5)
 
     def done(self, group, batch, incarnation=1):
-        assert self.link.send(
-            GroupDone(incarnation=incarnation, group=group, reward_calls=1), [batch.packing().to_bytes()]
-        )
+        self.link.send(GroupDone(incarnation=incarnation, group=group, reward_calls=1), batch.packing().to_bytes())
 
 
 def batch(samples=1, logprob=-1.0):
