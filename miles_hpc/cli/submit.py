@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,18 @@ def submit(
 
 def _submit(loaded: Loaded, run_dir: Path, resume: bool) -> tuple[Run, list[str]]:
     check_site(run_dir)
-    notes = preflight(loaded, elsewhere=True)
     _check_places(loaded, run_dir)
-    claim_run_dir(run_dir, resume=resume)
+    notes = preflight(loaded, elsewhere=True)
+    made = claim_run_dir(run_dir, resume=resume)
     attempts = read_attempts(run_dir)
     if attempts and (reason := who_runs(run_dir, attempts[-1])):
         raise ConfigError(f"--run-dir {str(run_dir)!r}: is in use: {reason}; wait for it, or stop it first")
-    submit_run(loaded.config, run_dir, resume=resume)
+    try:
+        submit_run(loaded.config, run_dir, resume=resume)
+    except BaseException:
+        if made:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
     return Run(run_dir), notes
 
 

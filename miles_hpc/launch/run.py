@@ -17,7 +17,7 @@ from miles_hpc.hub.verdict import verdict_path
 from miles_hpc.launch import slurm_commands
 from miles_hpc.launch.allocation import JobKey
 from miles_hpc.launch.attempts import Attempt, is_live, read_attempts
-from miles_hpc.launch.job_files import requeue_path
+from miles_hpc.launch.job_files import exit_code_path, requeue_path
 from miles_hpc.launch.job_states import Life
 from miles_hpc.launch.slurm_commands import JobRow, SlurmError
 from miles_hpc.launch.submission import Submitted, job_file
@@ -139,11 +139,12 @@ class Run:
         return self._from_slurm(job_id, newest, verdict)
 
     def _goes_on(self, attempt: Attempt, verdict: dict[str, Any]) -> bool:
-        """A drained attempt whose job was asked to be queued again, and is still known to Slurm as alive."""
-        if verdict.get("outcome") != "drained" or not attempt.job_id:
+        """A drained attempt whose job is, or is about to be, asked to be queued again, and which Slurm calls alive."""
+        if not verdict.get("requeue") or not attempt.job_id:
             return False
         key = JobKey(job_id=attempt.job_id, restart=attempt.restart)
-        if not requeue_path(self.run_dir, key).exists():
+        # Both files come after the verdict; the exit code is the last.
+        if exit_code_path(self.run_dir, key).exists() and not requeue_path(self.run_dir, key).exists():
             return False
         row = self._row(attempt.job_id)
         return row is not None and row.state.life is not Life.ENDED

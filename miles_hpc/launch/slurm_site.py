@@ -62,9 +62,8 @@ class SlurmSite:
         return SiteSeen(seconds_left=left, down_hosts=frozenset(down))
 
     def on_verdict(self) -> None:
-        """Write what the batch script reads: the exit code, and whether to requeue."""
+        """Write what the batch script reads: whether to requeue, then the exit code, which says that both are there."""
         summary = _summary(self._run_dir, self._attempt)
-        write_exit_code(self._run_dir, self._job, int(summary.get("exit_code", 1)))
         refusal = self._why_no_requeue(summary)
         if refusal:
             requeue_path(self._run_dir, self._job).unlink(missing_ok=True)
@@ -72,6 +71,7 @@ class SlurmSite:
         else:
             write_requeue(self._run_dir, self._job, str(summary.get("reason", "")))
             log.info("job %s is requeued: %s", self._job, summary.get("reason", ""))
+        write_exit_code(self._run_dir, self._job, int(summary.get("exit_code", 1)))
 
     def _why_no_requeue(self, summary: Mapping[str, Any]) -> str:
         config = self._config

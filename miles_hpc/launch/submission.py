@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import re
@@ -174,7 +175,9 @@ def submit_run(config: Config, run_dir: Path, *, resume: bool = False) -> str:
 
         executor = _Executor(config, run_dir).executor
         try:
-            job_id = executor.submit(NodeTask(node_command(config, run_dir, resume))).job_id
+            # submitit prints what sbatch says, too; here it becomes one line of the error.
+            with contextlib.redirect_stderr(io.StringIO()):
+                job_id = executor.submit(NodeTask(node_command(config, run_dir, resume))).job_id
         except (FailedJobError, FailedSubmissionError) as error:
             raise ConfigError(f"Slurm refused the job: {_said(str(error))}") from error
     _refuse_hopeless(job_id)

@@ -171,6 +171,10 @@ class Bed:
         job = Job(job_id, cwd / "runs" / f"miles-hpc-{job_id}", cwd / f"slurm-{job_id}.out")
         if "--run-dir" in arguments:
             job.run_dir = Path(arguments[arguments.index("--run-dir") + 1]).absolute()
+        return self.adopt(job)
+
+    def adopt(self, job: Job) -> Job:
+        """Have a job that was submitted in another way ended with the test."""
         self._jobs.append(job)
         return job
 
