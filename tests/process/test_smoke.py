@@ -9,7 +9,7 @@ import pytest
 from miles_hpc.config.schema import MakeModelConfig
 from miles_hpc.train.make_model import make_model
 
-from .whole_run import Measured, marked, measured
+from ..whole_run import Measured, marked, measured
 
 pytestmark = pytest.mark.process
 

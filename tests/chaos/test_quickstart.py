@@ -2,9 +2,9 @@
 
 import pytest
 
-from .whole_run import marked, measured
+from ..whole_run import marked, measured
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
