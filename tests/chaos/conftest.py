@@ -34,21 +34,20 @@ def wait_for(condition: Callable[[], T | None], what: str, timeout_s: float = PA
         time.sleep(0.05)
 
 
-class SmokeRun:
-    """One `miles-hpc run smoke`, in a process of its own; with `resume` the next attempt of one that has ended."""
+class WholeRun:
+    """A run in a directory, as an operator sees it."""
 
-    def __init__(self, run_dir: Path, *sets: str, resume: bool = False) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        words = [sys.executable, "-m", "miles_hpc.cli", "run", "smoke", "--run-dir", str(run_dir)]
-        for text in sets:
-            words += ["--set", text]
-        words += ["--resume"] if resume else []
         self._rows_before = len(self.metrics())
-        self.output = run_dir.with_suffix(".out")
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+
+    def alive(self) -> bool:
+        """Whether the run may still get further."""
+        raise NotImplementedError
+
+    def tail(self) -> str:
+        """For the messages of a test that fails."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------ looking
     def status(self) -> StatusReply | None:
@@ -104,7 +103,7 @@ class SmokeRun:
         """Wait for a step; fails at once when the run ends before it."""
 
         def there() -> bool:
-            assert self.process.poll() is None or self.step() >= step, self.tail()
+            assert self.alive() or self.step() >= step, self.tail()
             return self.step() >= step
 
         wait_for(there, f"step {step}", timeout_s)
@@ -164,16 +163,34 @@ class SmokeRun:
         """What the command said last."""
         return self.output.read_text(errors="replace").rstrip().rpartition("\n")[2]
 
-    def tail(self) -> str:
-        return self.output.read_text(errors="replace")[-3000:]
-
     # ------------------------------------------------------------------------------------------ hurting
     def kill(self, worker: str, number: int = signal.SIGKILL) -> int:
         pid = self.pid(worker)
         os.kill(pid, number)
         return pid
 
-    # ------------------------------------------------------------------------------------------ the end
+
+class SmokeRun(WholeRun):
+    """One `miles-hpc run smoke`, in a process of its own; with `resume` the next attempt of one that has ended."""
+
+    def __init__(self, run_dir: Path, *sets: str, resume: bool = False) -> None:
+        super().__init__(run_dir)
+        words = [sys.executable, "-m", "miles_hpc.cli", "run", "smoke", "--run-dir", str(run_dir)]
+        for text in sets:
+            words += ["--set", text]
+        words += ["--resume"] if resume else []
+        self.output = run_dir.with_suffix(".out")
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def tail(self) -> str:
+        return self.output.read_text(errors="replace")[-3000:]
+
     def end(self, timeout_s: float = 150.0) -> dict[str, Any]:
         """Wait for the end; returns the summary."""
         try:

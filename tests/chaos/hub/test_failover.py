@@ -1,0 +1,100 @@
+"""The hub's node is lost, cut off or frozen: one hub acts at any time, and the run ends as if nothing had been."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from ..conftest import wait_for
+from .namespaces import SpreadRun
+
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
+
+
+@pytest.fixture
+def spread(tmp_path):
+    runs = []
+
+    def start(nodes, *sets):
+        runs.append(SpreadRun(tmp_path / f"spread{len(runs)}", nodes, *sets))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def test_the_hubs_node_is_lost_and_another_one_takes_over(spread, undisturbed):
+    steps = "steps=60"
+    run = spread(3, steps)
+    run.reach(6)
+    engines = {index: run.engines_on(index) for index in (1, 2)}
+    lost = time.monotonic()
+    run.lose(0)
+    run.hub_of_epoch(2, 40)
+    print(f"another hub after {time.monotonic() - lost:.1f} s")
+    assert run.epochs() == [1, 2] and run.hubs() == [1]
+    assert {index: run.engines_on(index) for index in (1, 2)} == engines
+    summary = run.end(200)
+    assert summary["outcome"] == "finished", run.tail()
+    assert run.ledger() == undisturbed(steps)
+
+
+def test_an_agent_that_is_cut_off_claims_nothing(spread):
+    run = spread(3, "steps=4000")
+    run.reach(3)
+    run.net.cut(2)
+    started = time.monotonic()
+    wait_for(lambda: time.monotonic() - started > 40, "40 s without the link of one node")
+    assert run.epochs() == [1] and run.hubs() == [0]
+    run.net.join(2)
+    wait_for(lambda: run.alive_nodes() == 3, "all nodes with the new hub", 60)
+    assert {index: run.engines_on(index) for index in (1, 2)} == engines
+    assert run.epochs() == [1, 2]
+
+
+def test_a_frozen_node_that_is_thawed_finds_itself_replaced(spread):
+    run = spread(3, "steps=4000", "train.save_every=1")
+    run.reach(3)
+    run.freeze(0)
+    run.hub_of_epoch(2, 60)
+    reached = run.step()
+    run.reach(reached + 5, 150)
+    run.thaw(0)
+    wait_for(lambda: run.hubs() == [1], "the thawed hub to step down", 30)
+    run.reach(run.step() + 5)
+    numbers = [int(path.stem) for path in (run.run_dir / "commits").glob("[0-9]*.json")]
+    assert sorted(numbers) == list(range(1, len(numbers) + 1))
+    assert run.epochs() == [1, 2]
+
+
+def test_a_hub_that_is_stopped_for_a_while_loses_nobody(spread):
+    run = spread(2, "steps=4000")
+    run.reach(3)
+    hub = run.hub_pid()
+    os.kill(hub, signal.SIGSTOP)
+    started = time.monotonic()
+    wait_for(lambda: time.monotonic() - started > 20, "20 s without the hub's loop")
+    os.kill(hub, signal.SIGCONT)
+    reached = run.step()
+    assert run.hub_of_epoch(1).epoch == 1 and run.hub_pid() == hub
+    run.reach(reached + 5)
+    assert not run.events("node_dead") and run.epochs() == [1]
+
+
+def test_a_hub_that_stands_still_is_started_again_before_any_fence(spread):
+    run = spread(2, "steps=4000")
+    run.reach(3)
+    pools = ("engine-policy-0", "trainer", "driver", "executor")
+    before = {pool: run.pids(pool) for pool in pools}
+    os.kill(run.hub_pid(), signal.SIGSTOP)
+    started = time.monotonic()
+    run.hub_of_epoch(2, 44)
+    assert 28 < time.monotonic() - started < 44
+    run.reach(run.step() + 5)
+    assert {pool: run.pids(pool) for pool in pools} == before and run.epochs() == [1, 2]
