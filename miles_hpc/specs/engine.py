@@ -7,10 +7,11 @@ from typing import Any
 
 from miles_hpc.config.schema import Config, EngineGroupConfig
 from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext, SchedulingSpec
+from miles_hpc.specs.own import timed_probe
 from miles_hpc.specs.runtime import own_env, own_program
 from miles_hpc.specs.sglang import TENSOR_PARALLEL, sglang_command, sglang_env
 from miles_hpc.wire.address import HostAndPort
-from miles_hpc.wire.messages import PortInfo, Probe
+from miles_hpc.wire.messages import PortInfo
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,7 @@ def _group_spec(config: Config, group: Group) -> CommandWorkerSpec:
             num_cpus_per_worker=float(inference.threads),
         ),
         port_infos=tuple(ports),
-        probe=Probe(
-            kind="http",
-            port="http",
-            path="/health",
-            interval=config.timing.probe_interval,
-            timeout=config.timing.probe_timeout,
-            start_deadline=inference.start_deadline_s,
-        ),
+        probe=timed_probe(config, "http", "http", start_deadline=inference.start_deadline_s),
         stop_grace=config.timing.stop_grace,
         meta=lambda cell_index: {
             "model": config.model.name,

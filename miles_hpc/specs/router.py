@@ -8,8 +8,9 @@ from pathlib import Path
 
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext, SchedulingSpec
+from miles_hpc.specs.own import timed_probe
 from miles_hpc.specs.runtime import foreign_env, python_of
-from miles_hpc.wire.messages import PortInfo, Probe
+from miles_hpc.wire.messages import PortInfo
 from miles_hpc.wire.security import http_key_path
 
 _KEYED = str(Path(__file__).parents[1] / "inference" / "keyed_router.py")
@@ -75,14 +76,7 @@ def router_spec(config: Config) -> CommandWorkerSpec:
             PortInfo(name="http", static_port=fixed, allow_dynamic=not fixed),
             PortInfo(name="prometheus"),
         ),
-        probe=Probe(
-            kind="http",
-            port="http",
-            path="/liveness",
-            interval=config.timing.probe_interval,
-            timeout=config.timing.probe_timeout,
-            start_deadline=config.timing.start_deadline,
-        ),
+        probe=timed_probe(config, "http", "http", path="/liveness"),
         stop_grace=config.timing.stop_grace,
         meta=lambda cell_index: {"model": config.model.name},
     )

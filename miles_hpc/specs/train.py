@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import TRAINING_GROUP, CommandWorkerSpec, SchedulingSpec
-from miles_hpc.specs.runtime import collective_env, own_env, own_program
-from miles_hpc.wire.messages import PortInfo, Probe
+from miles_hpc.specs.own import own_spec, timed_probe
+from miles_hpc.specs.runtime import collective_env, own_env
+from miles_hpc.wire.messages import PortInfo
 
-TRAINER_POOL = "trainer"
-DRIVER_POOL = "driver"
+TRAINER_POOL: Final = "trainer"
+DRIVER_POOL: Final = "driver"
 
 
 def trainer_spec(config: Config) -> CommandWorkerSpec:
-    return CommandWorkerSpec(
-        name=TRAINER_POOL,
-        category="trainer",
-        runtime="trainer",
-        launch_command=lambda ctx: own_program(config, "trainer", "miles_hpc.train.run_trainer"),
+    return own_spec(
+        config,
+        TRAINER_POOL,
+        "miles_hpc.train.run_trainer",
         env=lambda ctx: {**collective_env(config, "trainer"), **own_env(config, "trainer", config.train.threads)},
         scheduling=SchedulingSpec(
             num_cells=0 if config.mode == "external" else 1,
@@ -26,13 +28,7 @@ def trainer_spec(config: Config) -> CommandWorkerSpec:
             avoid_hub_node=True,
         ),
         port_infos=(PortInfo(name="rpc"), PortInfo(name="master", mode="master")),
-        probe=Probe(
-            kind="tcp",
-            port="rpc",
-            interval=config.timing.probe_interval,
-            timeout=config.timing.probe_timeout,
-            start_deadline=config.timing.start_deadline,
-        ),
+        probe=timed_probe(config, "tcp", "rpc"),
         group=TRAINING_GROUP,
         state="stateful",
         stop_grace=config.timing.trainer_stop_grace,
@@ -40,15 +36,12 @@ def trainer_spec(config: Config) -> CommandWorkerSpec:
 
 
 def driver_spec(config: Config) -> CommandWorkerSpec:
-    return CommandWorkerSpec(
-        name=DRIVER_POOL,
-        category="driver",
-        runtime="driver",
-        launch_command=lambda ctx: own_program(config, "driver", "miles_hpc.train.run_driver"),
-        env=lambda ctx: own_env(config, "driver"),
+    return own_spec(
+        config,
+        DRIVER_POOL,
+        "miles_hpc.train.run_driver",
         scheduling=SchedulingSpec(num_cpus_per_worker=0.5, avoid_hub_node=True),
         port_infos=(PortInfo(name="rpc"),) if config.mode == "external" else (),
         group=TRAINING_GROUP,
         state="stateful",
-        stop_grace=config.timing.stop_grace,
     )
