@@ -24,6 +24,7 @@ from miles_hpc.rollout.client import ExecutorClient, RolloutResult, executor_add
 from miles_hpc.rollout.commits import Commit, CommitLog
 from miles_hpc.train.progress import MetricsFile, RunSummary
 from miles_hpc.train.publish import WeightPublisher
+from miles_hpc.train.trainer import sync_tree
 from miles_hpc.wire.rpc import RpcServer
 
 if TYPE_CHECKING:
@@ -266,10 +267,18 @@ class ExternalDriver:
         self._check(params)
         path = Path(params["path"])
         if not (path / "config.json").is_file():
-            raise ExternalTrainerError(
-                f"{path} holds no config.json; expected a HF model directory on a shared path"
-            )
+            raise ExternalTrainerError(f"{path} holds no config.json; expected a HF model directory on a shared path")
         return await self._publish(str(path))
+
+
+def _copy_model(source: Path, target: Path, model: Path) -> None:
+    """A copy of a model directory; tokenizer and template files that it lacks are the start model's."""
+    shutil.copytree(source, target)
+    for path in model.iterdir():
+        text = path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in path.name
+        if text and not (target / path.name).exists():
+            shutil.copy2(path, target / path.name)
+    sync_tree(target)
 
 
 async def drive_external(env: WorkerEnv, config: Config, hub: HubClient) -> RunSummary:
@@ -280,7 +289,7 @@ async def drive_external(env: WorkerEnv, config: Config, hub: HubClient) -> RunS
     made: list[ExternalDriver] = []
 
     async def export(path: Path) -> None:
-        await asyncio.to_thread(shutil.copytree, made[0].source, path)
+        await asyncio.to_thread(_copy_model, Path(made[0].source), path, Path(config.model.path))
 
     try:
         publisher = WeightPublisher(
