@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from ..conftest import WholeRun, wait_for
 
 WARDEN = Path(procfs.__file__).with_name("warden.py")
 
+_made = itertools.count()
+
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
@@ -31,15 +34,16 @@ class Namespaces:
     """One bridge with an address for the test itself, and a namespace with a link for each node."""
 
     def __init__(self, count: int) -> None:
-        tag = os.getpid() % 10_000
+        # Never a name twice: another mount namespace of the machine may hold on to a namespace that was deleted.
+        tag = (os.getpid() * 16 + next(_made)) % 10_000
         self.subnet = f"10.{100 + tag // 250}.{tag % 250}"
         self.bridge = f"mhb{tag}"
         self.names = [f"mhn{tag}-{index}" for index in range(count)]
         ip("link", "add", self.bridge, "type", "bridge")
         ip("addr", "add", f"{self.subnet}.1/24", "dev", self.bridge)
         ip("link", "set", self.bridge, "up")
-        for index, name in enumerate(self.names):
-            outer = f"mhv{tag}-{index}"
+        self.outer = [f"mhv{tag}-{index}" for index in range(count)]
+        for index, (name, outer) in enumerate(zip(self.names, self.outer, strict=True)):
             ip("netns", "add", name)
             ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
             ip("link", "set", outer, "master", self.bridge, "up")
@@ -57,9 +61,12 @@ class Namespaces:
         ip("-n", self.names[index], "link", "set", "eth0", "up")
 
     def close(self) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", self.bridge], check=False, capture_output=True)
+        for words in (
+            *(("link", "del", outer) for outer in self.outer),
+            *(("netns", "del", name) for name in self.names),
+            ("link", "del", self.bridge),
+        ):
+            subprocess.run(["ip", *words], check=False, capture_output=True)
 
 
 class SpreadRun(WholeRun):

@@ -53,6 +53,21 @@ def test_an_agent_that_is_cut_off_claims_nothing(spread):
     wait_for(lambda: time.monotonic() - started > 40, "40 s without the link of one node")
     assert run.epochs() == [1] and run.hubs() == [0]
     run.net.join(2)
+    wait_for(lambda: run.alive_nodes() == 3, "the node's return", 60)
+    assert run.epochs() == [1]
+
+
+def test_a_hub_whose_link_is_cut_gives_way_to_the_majority_and_steps_down(spread):
+    run = spread(3, "steps=4000")
+    run.reach(3)
+    engines = {index: run.engines_on(index) for index in (1, 2)}
+    run.net.cut(0)
+    found = run.hub_of_epoch(2, 60)
+    assert found.hub.startswith(f"{run.net.address(1)}:")
+    started = time.monotonic()
+    wait_for(lambda: time.monotonic() - started > 20, "the cut to last")
+    run.net.join(0)
+    wait_for(lambda: run.hubs() == [1], "the old hub to step down", 30)
     wait_for(lambda: run.alive_nodes() == 3, "all nodes with the new hub", 60)
     assert {index: run.engines_on(index) for index in (1, 2)} == engines
     assert run.epochs() == [1, 2]
