@@ -311,6 +311,10 @@ class TrainConfig(_Section, frozen=True):
     ] = "error"
     kl_coef: Annotated[float, Meta(ge=0), _d("Weight of the KL penalty to the start policy; 0: none.")] = 0.0
     save_every: Annotated[PositiveInt, _d("Steps between two commits; a commit holds a checkpoint.")] = 5
+    weight_transfer: Annotated[
+        Literal["disk", "distributed"],
+        _d("How new weights reach engines: from a directory, or broadcast from the trainer (it is written as well)."),
+    ] = "disk"
     keep_checkpoints: Annotated[PositiveInt, _d("Newest checkpoints that are kept.")] = 2
     threads: Annotated[PositiveInt, _d("CPU threads of one rank.")] = 1
     external_timeout_s: Annotated[

@@ -8,7 +8,9 @@ then no engine of the window is trusted, and the caller gives the window up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +19,7 @@ import aiohttp
 
 from miles_hpc.inference.engine_api import EngineApi, EngineError, PauseMode
 from miles_hpc.inference.weights import UpdateResult, WeightsNotTaken, borrowed, verify_label
-from miles_hpc.inference.windows import EngineInfo, Window
+from miles_hpc.inference.windows import EngineInfo
 from miles_hpc.wire.address import HostAndPort
 
 log = logging.getLogger(__name__)
@@ -37,10 +39,13 @@ class TensorHeader:
 class Sender(Protocol):
     """The trainer's end. `join` and `send` block, for `timeout_s` at most, and run in a thread."""
 
-    backend: str
-    """`gloo` or `nccl`."""
-    buckets: Sequence[Sequence[TensorHeader]]
-    """All tensors of one version, in the parts that are sent at once."""
+    @property
+    def backend(self) -> str:
+        """`gloo` or `nccl`."""
+
+    @property
+    def buckets(self) -> Sequence[Sequence[TensorHeader]]:
+        """All tensors of one version, in the parts that are sent at once."""
 
     def join(self, address: str, *, world_size: int, name: str, timeout_s: float) -> None:
         """Listen on `address` as rank 0 until all others came."""
@@ -53,7 +58,7 @@ class Sender(Protocol):
 
 
 async def update_from_sender(
-    window: Window,
+    engines: Sequence[EngineInfo],
     sender: Sender,
     version: int,
     address: HostAndPort,
@@ -62,7 +67,7 @@ async def update_from_sender(
     http: aiohttp.ClientSession | None = None,
     timeout_s: float = 120.0,
 ) -> UpdateResult:
-    """Broadcast a version to all engines of a window, and verify its label on each.
+    """Broadcast a version to all engines of a window at once, and verify its label on each.
 
     Args:
         address: a free port of the trainer's node that engines reach.
@@ -75,15 +80,15 @@ async def update_from_sender(
             (`abort_update_weights`): the controller continues those that answer, and replaces the others.
     """
     async with borrowed(http) as client:
-        apis = {engine.cell: EngineApi(engine.url, client) for engine in window.engines}
+        apis = {engine.cell: EngineApi(engine.url, client) for engine in engines}
         failed: dict[str, str] = {}
-        paused = await _each(window.engines, lambda engine: apis[engine.cell].pause(pause_mode))
+        paused = await _each(engines, lambda engine: apis[engine.cell].pause(pause_mode))
         failed.update({cell: str(error) for cell, error in paused.items()})
-        engines = [engine for engine in window.engines if engine.cell not in failed]
+        engines = [engine for engine in engines if engine.cell not in failed]
         if not engines:
             raise WeightsNotTaken(f"weights {version}: no engine could be paused: {failed}")
         try:
-            await _broadcast(engines, apis, sender, window.window_id, version, address, pause_mode, timeout_s)
+            await _broadcast(engines, apis, sender, version, address, pause_mode, timeout_s)
         except (EngineError, asyncio.TimeoutError, RuntimeError, OSError) as error:
             raise WeightsNotTaken(
                 f"weights {version}: the broadcast to {len(engines)} engines broke: {error or 'no answer in time'}"
@@ -99,12 +104,13 @@ async def _broadcast(
     engines: Sequence[EngineInfo],
     apis: dict[str, EngineApi],
     sender: Sender,
-    group: str,
     version: int,
     address: HostAndPort,
     pause_mode: PauseMode,
     timeout_s: float,
 ) -> None:
+    # A name of its own: an engine may still hold the group of a broadcast that broke.
+    group = f"weights-{version}-{uuid.uuid4().hex[:8]}"
     world_size = 1 + sum(engine.ranks for engine in engines)
     offsets, offset = {}, 1
     for engine in engines:
@@ -158,6 +164,9 @@ async def _broadcast(
             await _together(in_thread(send), all_engines(receive), timeout_s)
         await all_engines(lambda engine: apis[engine.cell].end_update())
         await all_engines(lambda engine: apis[engine.cell].destroy_group(group))
+    except BaseException:
+        await asyncio.gather(*(_give_up(apis[engine.cell], group) for engine in engines))
+        raise
     finally:
         # Leaving ends what a thread of ours may still wait for in the group; the group's own timeout does in any case.
         leaving = asyncio.ensure_future(in_thread(sender.leave))
@@ -183,6 +192,13 @@ async def _together(ours: asyncio.Future[None], theirs: Awaitable[None], timeout
 def _ignore(part: asyncio.Future[None]) -> None:
     if not part.cancelled():
         part.exception()
+
+
+async def _give_up(engine: EngineApi, group: str) -> None:
+    """Leave nothing in an engine that still answers."""
+    for leave in (engine.destroy_group(group, timeout_s=_LEAVE_S), engine.end_update(timeout_s=_LEAVE_S)):
+        with contextlib.suppress(EngineError):
+            await leave
 
 
 async def _finish(engine: EngineApi, version: int) -> None:

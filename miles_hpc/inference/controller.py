@@ -51,11 +51,10 @@ class LoadWeights(Action):
 
 @dataclass(frozen=True)
 class Resume(Action):
-    """Continue an engine that a dead window may have left paused, inside a session or in a group, then `on_resumed` or,
+    """Continue an engine that a dead window may have left paused, inside a session, then `on_resumed` or,
     when it does not answer, `on_failed`."""
 
     engine: EngineInfo
-    window_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -336,7 +335,7 @@ class Controller:
             engine = self._find(info)
             if engine is not None and engine.fit_for_window:
                 engine.state, engine.activity = EngineState.PENDING_WEIGHTS, "resuming"
-                actions.append(Resume(info, window_id))
+                actions.append(Resume(info))
         return actions + self._sync_if_changed(before)
 
     def on_tick(self, now: float) -> tuple[list[Action], str]:

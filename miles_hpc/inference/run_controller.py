@@ -14,9 +14,10 @@ from miles_hpc.inference.windows import RPC_PORT
 from miles_hpc.specs.engine import total_engines
 from miles_hpc.specs.router import asks_for_key
 from miles_hpc.wire.client import HubClient
-from miles_hpc.wire.program import setup_logging, stop_signals
+from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.rpc import RpcServer
 from miles_hpc.wire.security import load_http_key
+from miles_hpc.wire.serving import stop_event, until_one_ends
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -24,9 +25,7 @@ log = logging.getLogger(__name__)
 
 async def control(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     """Serve until a signal, or until a part ends with an error, which is raised."""
-    stop = asyncio.Event()
-    for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_event()
     settings = config.inference
     key = load_http_key(env.run_dir, env.attempt)
     async with open_http(key) as http:
@@ -47,15 +46,7 @@ async def control(env: WorkerEnv, config: Config, hub: HubClient) -> None:
                 service.on_pools(pools)
 
         service.on_pools(hub.pools)
-        parts = [asyncio.ensure_future(part) for part in (server.serve(), service.run(), follow(), stop.wait())]
-        try:
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
-        for part in done:
-            part.result()
+        await until_one_ends(server.serve(), service.run(), follow(), stop.wait())
 
 
 def main() -> None:

@@ -173,7 +173,7 @@ class ControllerService:
             elif isinstance(action, decisions.LoadWeights):
                 self._spawn(action.engine, self._load(action.engine, action.version, action.path))
             elif isinstance(action, decisions.Resume):
-                self._spawn(action.engine, self._resume(action.engine, action.window_id))
+                self._spawn(action.engine, self._resume(action.engine))
             elif isinstance(action, decisions.SyncRouters):
                 self._sync_routers()
             elif isinstance(action, decisions.Replace):
@@ -256,15 +256,13 @@ class ControllerService:
             if reason:
                 self._apply(self.state.on_stalled(engine, epoch, reason))
 
-    async def _resume(self, engine: EngineInfo, window_id: str) -> None:
+    async def _resume(self, engine: EngineInfo) -> None:
         """Continue, and leave what the window's owner may have begun; one that hangs in a broadcast shows here."""
         api = EngineApi(engine.url, self._http)
         try:
             await api.server_info(timeout_s=health.patience_s(self._stall_s))
-            for leave in (api.end_update(), api.destroy_group(window_id) if window_id else None):
-                if leave is not None:
-                    with contextlib.suppress(EngineRefused):
-                        await leave
+            with contextlib.suppress(EngineRefused):
+                await api.end_update()  # its owner may have left a session open
             await api.resume()
         except EngineError as error:
             self._apply(self.state.on_failed(engine, f"did not continue after an aborted weight window: {error}"))

@@ -48,6 +48,7 @@ async def update_from_disk(
     pause_mode: PauseMode = "retract",
     *,
     http: aiohttp.ClientSession | None = None,
+    key: str = "",
     timeout_s: float = 600.0,
 ) -> UpdateResult:
     """Load the HF directory `path` as `version` into all engines at once.
@@ -59,7 +60,7 @@ async def update_from_disk(
     Raises:
         WeightsNotTaken: when no engine took the weights and at least one answered that it will not.
     """
-    async with borrowed(http) as client:
+    async with borrowed(http, key) as client:
         outcomes = await asyncio.gather(
             *(_update_one(EngineApi(e.url, client), path, version, pause_mode, timeout_s) for e in engines),
             return_exceptions=True,
@@ -89,12 +90,12 @@ async def load_from_disk(engine: EngineApi, path: str, version: int, *, timeout_
 
 
 @contextlib.asynccontextmanager
-async def borrowed(http: aiohttp.ClientSession | None) -> AsyncIterator[aiohttp.ClientSession]:
-    """The caller's client, or one for this call."""
+async def borrowed(http: aiohttp.ClientSession | None, key: str = "") -> AsyncIterator[aiohttp.ClientSession]:
+    """The caller's client, or one with the run's HTTP key for this call."""
     if http is not None:
         yield http
         return
-    async with open_http() as own:
+    async with open_http(key) as own:
         yield own
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from miles_hpc.inference.weights import UpdateResult
+from miles_hpc.inference.windows import EngineInfo
 from miles_hpc.rollout.commits import ManifestFile
 from miles_hpc.train.trainer import CheckpointRef
 from miles_hpc.wire.address import HostAndPort
@@ -81,6 +84,11 @@ class RankClients:
     async def export_weights(self, path: Path) -> None:
         """An HF directory appears at `path`."""
         await self._all("export_weights", CALL_S, path=str(path))
+
+    async def send_weights(self, engines: Sequence[EngineInfo], path: str, version: int) -> UpdateResult:
+        """Rank 0 broadcasts its weights to engines; `path` holds the same, for engines that come later."""
+        params = {"engines": msgspec.to_builtins(list(engines)), "version": version}
+        return msgspec.convert((await self._all("send_weights", CALL_S, **params))[0], UpdateResult)
 
     async def close(self) -> None:
         """Close the connections."""

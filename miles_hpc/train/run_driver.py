@@ -25,6 +25,7 @@ from miles_hpc.wire.client import HubClient, HubError, Pools
 from miles_hpc.wire.messages import Progress
 from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.rpc import RpcError
+from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,13 @@ async def drive(env: WorkerEnv, config: Config, hub: HubClient) -> RunSummary:
             {"attempt": env.attempt, "driver": str(env.generation)},
             controller,
             ranks.export_weights,
-            functools.partial(update_from_disk, pause_mode=config.inference.pause_mode),
+            ranks.send_weights
+            if config.train.weight_transfer == "distributed"
+            else functools.partial(
+                update_from_disk,
+                pause_mode=config.inference.pause_mode,
+                key=load_http_key(env.run_dir, env.attempt),
+            ),
             max(config.inference.window_timeout_s, config.inference.start_deadline_s),
         )
         commits = CommitLog(

@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 
 from miles_hpc.config.load import read_resolved
+from miles_hpc.inference.windows import EngineInfo
 from miles_hpc.rollout.client import BatchReader
 from miles_hpc.train.trainer import CheckpointRef, Trainer, make_trainer
 from miles_hpc.wire.client import HubClient
 from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.rpc import RpcThreadServer
+from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class RankService:
             "train": self.train,
             "save": self.save,
             "export_weights": self.export_weights,
+            "send_weights": self.send_weights,
         }
 
     def init(self, params: Any, frames: list[memoryview]) -> None:
@@ -69,6 +72,25 @@ class RankService:
     def export_weights(self, params: Any, frames: list[memoryview]) -> None:
         """Rank 0 writes an HF directory at `path`; the others take part where the weights are spread."""
         self._trainer.export_weights(Path(params["path"]))
+
+    def send_weights(self, params: Any, frames: list[memoryview]) -> dict[str, Any] | None:
+        """Rank 0 broadcasts its weights to `engines` as `version`; returns its UpdateResult, the others None."""
+        from miles_hpc.train.sender import send_weights
+
+        trainer = self._trainer
+        if trainer.rank:
+            return None
+        env = trainer.env
+        result = send_weights(
+            trainer.weights(),
+            msgspec.convert(params["engines"], list[EngineInfo]),
+            params["version"],
+            pause_mode=trainer.config.inference.pause_mode,
+            host=env.listen["rpc"].host,
+            http_key=load_http_key(env.run_dir, env.attempt),
+        )
+        found: dict[str, Any] = msgspec.to_builtins(result)
+        return found
 
 
 def main() -> int:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import socket
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from miles_hpc.engine.embedded.collective import UpdateGroup
-from miles_hpc.inference.broadcast import TensorHeader
+from miles_hpc.inference.broadcast import TensorHeader, update_from_sender
+from miles_hpc.inference.engine_api import PauseMode
+from miles_hpc.inference.http_session import open_http
+from miles_hpc.inference.weights import UpdateResult
+from miles_hpc.inference.windows import EngineInfo
+from miles_hpc.wire.address import HostAndPort
 
 BUCKET_BYTES = 512 << 20
 
@@ -53,3 +60,37 @@ class TensorSender:
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+
+def send_weights(
+    tensors: Mapping[str, torch.Tensor],
+    engines: Sequence[EngineInfo],
+    version: int,
+    *,
+    pause_mode: PauseMode,
+    host: str,
+    http_key: str,
+    timeout_s: float = 120.0,
+) -> UpdateResult:
+    """Broadcast from this process, which is rank 0, and listen on `host` meanwhile. Raises WeightsNotTaken."""
+
+    async def send() -> UpdateResult:
+        async with open_http(http_key) as http:
+            return await update_from_sender(
+                engines,
+                TensorSender(tensors),
+                version,
+                HostAndPort(host, _free_port(host)),
+                pause_mode,
+                http=http,
+                timeout_s=timeout_s,
+            )
+
+    return asyncio.run(send())
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,6 +214,9 @@ class TorchTrainer(Trainer):
         path.mkdir()
         self._write_model(path)
         sync_tree(path)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return dict(self._model.state_dict())
 
     def _write_model(self, path: Path) -> list[Path]:
         """Make `path` a complete HF model directory; returns the files that make it one."""

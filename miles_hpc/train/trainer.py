@@ -6,8 +6,9 @@ import abc
 import hashlib
 import importlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -100,6 +101,14 @@ class Trainer(abc.ABC):
     @abc.abstractmethod
     def export_weights(self, path: Path) -> None:
         """Rank 0 writes an HF model directory that engines load, synced."""
+
+    def weights(self) -> Mapping[str, Any]:
+        """Rank 0's tensors under the names of an HF checkpoint, for a broadcast to engines.
+
+        Raises:
+            TrainerError: this trainer does not send its weights.
+        """
+        raise TrainerError(f'{type(self).__name__} does not send its weights: set train.weight_transfer = "disk"')
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -15,7 +15,7 @@ from miles_hpc.config.load import load
 
 ROOT = Path(__file__).parents[2]
 RUN_FILE = Path(__file__).with_name("cpu.toml")
-START_S = 240.0
+START_S = 420.0
 """A start takes 14 to 27 s on an idle machine."""
 
 

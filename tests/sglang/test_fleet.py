@@ -24,7 +24,7 @@ from miles_hpc.train.make_model import make_model
 from miles_hpc.train.sender import TensorSender
 from miles_hpc.wire.address import HostAndPort
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(590)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 FLEET = sys.modules["sglang_fleet"]
 VOCABULARY = 384
@@ -147,7 +147,7 @@ def test_a_broadcast_gives_what_a_load_from_disk_gives(pair):
         pair.version += 1
         address = HostAndPort("127.0.0.1", FLEET.free_port())
         sender = TensorSender(tensors, bucket_bytes=200_000)
-        result = await update_from_sender(window, sender, pair.version, address, http=session.http)
+        result = await update_from_sender(window.engines, sender, pair.version, address, http=session.http)
         ended = await session.controller.end_update_weights(window.window_id, pair.version, "", result.failed)
         assert (result.failed, ended, len(sender.buckets) > 1) == ({}, {}, True)
         await session.controller.wait_serving(2, 60)
@@ -280,7 +280,7 @@ def test_an_engine_killed_in_a_broadcast_ends_the_window_within_a_bound_and_the_
         pair.version += 1
         with pytest.raises(WeightsNotTaken):
             address = HostAndPort("127.0.0.1", FLEET.free_port())
-            await update_from_sender(window, sender, pair.version, address, http=session.http, timeout_s=30.0)
+            await update_from_sender(window.engines, sender, pair.version, address, http=session.http, timeout_s=30.0)
         assert time.monotonic() - began < 90
         await session.controller.abort_update_weights(window.window_id, "an engine died in the broadcast")
         await session.heal(0)

@@ -290,7 +290,7 @@ def get_json(url: str, key: str = "") -> Any:
         return json.loads(answer.read())
 
 
-def wait_http(program: Program, path: str, timeout_s: float = 30.0) -> None:
+def wait_http(program: Program, path: str, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:

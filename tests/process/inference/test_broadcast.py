@@ -67,7 +67,7 @@ def test_a_broadcast_gives_what_a_load_from_disk_gives_and_engines_come_and_go_b
         sender = sender_of(path, bucket_bytes=100_000)
         assert len(sender.buckets) > 1
         address = HostAndPort("127.0.0.1", free_port())
-        result = await update_from_sender(window, sender, version, address, http=http)
+        result = await update_from_sender(window.engines, sender, version, address, http=http)
         return await controller.end_update_weights(window.window_id, version, "", result.failed)
 
     async def body(http, controller, generate):
@@ -125,7 +125,7 @@ def test_an_engine_that_dies_in_a_broadcast_ends_the_window_and_the_next_one_has
         began = time.monotonic()
         with pytest.raises(WeightsNotTaken, match="broke"):
             address = HostAndPort("127.0.0.1", free_port())
-            await update_from_sender(window, sender, 2, address, http=http, timeout_s=15.0)
+            await update_from_sender(window.engines, sender, 2, address, http=http, timeout_s=15.0)
         assert time.monotonic() - began < 40 and sent >= 3
         fleet.hub.drop(victim.cell)
         await controller.abort_update_weights(window.window_id, "an engine died")
@@ -151,7 +151,7 @@ def test_an_engine_that_dies_in_a_broadcast_ends_the_window_and_the_next_one_has
         window = await controller.start_update_weights(30)
         assert len(window.engines) == 2
         address = HostAndPort("127.0.0.1", free_port())
-        result = await update_from_sender(window, sender_of(paths[1]), 3, address, http=http)
+        result = await update_from_sender(window.engines, sender_of(paths[1]), 3, address, http=http)
         assert (result.failed, len(result.updated)) == ({}, 2)
         await controller.end_update_weights(window.window_id, 3, "", {})
         new, versions = await tokens(generate)

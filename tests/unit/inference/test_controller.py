@@ -211,7 +211,7 @@ def test_an_engine_that_failed_in_a_window_is_replaced_and_the_window_goes_on():
 def test_an_aborted_window_keeps_its_engines_from_traffic_until_they_loaded_the_published_weights():
     controller = serving(engine(0), version=3)
     controller.open_window("w1", 1, deadline=60.0)
-    assert controller.on_window_abort("w1") == [Resume(engine(0), "w1"), SyncRouters()]
+    assert controller.on_window_abort("w1") == [Resume(engine(0)), SyncRouters()]
     assert controller.wanted_urls() == set()
     assert "still change weights" in controller.window_obstacle(1)
     assert controller.on_resumed(engine(0)) == [LoadWeights(engine(0), 3, "/weights/3")]
@@ -221,7 +221,7 @@ def test_an_aborted_window_keeps_its_engines_from_traffic_until_they_loaded_the_
 def test_an_aborted_first_window_leaves_engines_waiting_for_weights():
     controller = pending(engine(0))
     controller.open_window("w1", 1, deadline=60.0)
-    assert controller.on_window_abort("w1") == [Resume(engine(0), "w1")]
+    assert controller.on_window_abort("w1") == [Resume(engine(0))]
     assert controller.on_resumed(engine(0)) == []
     assert controller.window_obstacle(1) == ""
 
@@ -231,7 +231,7 @@ def test_a_window_past_its_deadline_is_aborted_and_its_end_is_refused():
     controller.open_window("w1", 1, deadline=60.0)
     assert controller.on_tick(59.9) == ([], "")
     actions, aborted = controller.on_tick(60.0)
-    assert (actions, aborted) == ([Resume(engine(0), "w1"), SyncRouters()], "w1")
+    assert (actions, aborted) == ([Resume(engine(0)), SyncRouters()], "w1")
     with pytest.raises(WindowLost, match="w1 is over"):
         controller.on_window_end("w1", 2, "/weights/2", {})
     assert controller.published is not None and controller.published.version == 1
@@ -292,7 +292,7 @@ def test_a_window_whose_owner_leaves_the_address_book_is_aborted_at_once():
     controller = owned()
     assert controller.on_cells({"driver-00000": Generation(1, 1), "executor-00000": Generation(1, 1)}) == ([], "")
     actions, aborted = controller.on_cells({"driver-00000": Generation(1, 2)})
-    assert (actions, aborted) == ([Resume(engine(0), "w1"), SyncRouters()], "w1")
+    assert (actions, aborted) == ([Resume(engine(0)), SyncRouters()], "w1")
     assert controller.window is None
 
 
