@@ -1,7 +1,7 @@
 """`python launch.py …`: sglang.launch_server on a CPU torch, for tests.
 
-PyPI's torchvision cannot load its C++ part beside a CPU torch, and its Python part then fails while it registers fakes for
-two operators. Declaring the two is all that it needs. Spawned children run this file again, which is intended.
+PyPI's torchvision cannot load its C++ part beside a CPU torch, and its Python part then fails while it registers fakes
+for two operators. Declaring the two is all that it needs. Spawned children run this file again, which is intended.
 """
 
 import torch

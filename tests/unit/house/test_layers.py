@@ -1,4 +1,4 @@
-"""The import contract: a package imports from those below it, never from those above, and heavy libraries stay in their rooms."""
+"""The import contract: packages import from those below them, and heavy libraries stay in their rooms."""
 
 import ast
 from pathlib import Path

@@ -1,7 +1,7 @@
 """A shim of ours in the place of SGLang's kernel package, for tests on a CPU and for nothing else.
 
-The kernel package on PyPI is a CUDA build, and SGLang imports a few names of it at load even on a CPU. Each name resolves
-here and raises when it is called; without speculative decoding none is.
+The kernel package on PyPI is a CUDA build, and SGLang imports a few names of it at load even on a CPU. Each name
+resolves here and raises when it is called; without speculative decoding none is.
 """
 
 from __future__ import annotations
