@@ -77,6 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(call="report:report")
     report.add_argument("run_dir", metavar="RUN_DIR")
 
+    rollouts = verbs.add_parser("rollouts", help="look at a saved rollout")
+    actions = rollouts.add_subparsers(dest="action", metavar="show", parser_class=Parser, required=True)
+    shown = actions.add_parser("show", help="prompts, responses with log-probs and masks, rewards, weight versions")
+    shown.set_defaults(call="rollouts:show")
+    shown.add_argument("file", metavar="FILE", help="<run_dir>/rollouts/<id>.parcel, of rollout.save_debug = true")
+    shown.add_argument("--group", metavar="ID", default="", help="only this group")
+    shown.add_argument("--limit", type=int, default=8, help="samples that are shown (default: 8; 0: all)")
+    shown.add_argument("--plain", action="store_true", help="no colours: |text| is masked out, tokens are not split")
+
     verbs.add_parser("agent", help="one node of a Slurm job (started by srun)")
     verbs.add_parser("hub", help="a run's hub (started by the first node's agent)")
     return parser

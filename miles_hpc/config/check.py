@@ -91,7 +91,7 @@ def _batches(config: Config) -> Found:
     rollout, train = config.rollout, config.train
     samples = rollout.batch_size * rollout.samples_per_prompt
     shares = train.ranks * train.updates_per_step
-    if samples % shares and train.uneven == "error" and config.mode != "external":
+    if samples % shares and train.uneven == "error" and config.mode in ("sync", "async"):
         # The step between two sizes that fit; the next larger one exists, a smaller one may be 0.
         unit = shares // math.gcd(shares, rollout.samples_per_prompt)
         lower = rollout.batch_size // unit * unit
@@ -113,7 +113,7 @@ def _batches(config: Config) -> Found:
 
 def _learning(config: Config) -> Found:
     rollout, train = config.rollout, config.train
-    if train.trainer != "torch" or train.learning_rate == 0 or config.mode == "external":
+    if train.trainer != "torch" or train.learning_rate == 0 or config.mode in ("external", "eval"):
         return
     if rollout.samples_per_prompt == 1:
         yield (
@@ -132,7 +132,12 @@ def _learning(config: Config) -> Found:
 def _data(config: Config) -> Found:
     data = config.data
     sources = [key for key in ("prompts", "source", "reasoning_gym") if getattr(data, key)]
-    if not sources and not config.rollout.load_debug:
+    if config.mode == "eval" and not data.heldout and not config.eval.datasets:
+        yield (
+            ("mode", "data.heldout", "eval.datasets"),
+            'mode = "eval" with nothing to evaluate: name prompts in data.heldout or [eval.datasets]',
+        )
+    if not sources and not config.rollout.load_debug and config.mode != "eval":
         yield (("data.prompts",), "data.prompts is empty: name a jsonl or parquet file of prompts")
     if len(sources) > 1:
         one, other = (f"data.{key}" for key in sources[:2])

@@ -359,6 +359,10 @@ class HealConfig(_Section, frozen=True):
         float, Meta(ge=0), _d("Wait before the second restart in the window; doubled for each further one.")
     ] = 1.0
     max_backoff_s: Annotated[float, Meta(ge=0), _d("Longest such wait.")] = 30.0
+    quarantine: Annotated[
+        NonNegativeInt,
+        _d("Deaths of at least two cells on one node inside the window that keep new work off it; 0: never."),
+    ] = 4
 
 
 class TrackingConfig(_Section, frozen=True):
@@ -422,8 +426,8 @@ class Config(_Section, frozen=True):
     seed: Annotated[int, _d("Seed of data order, sampling, and model initialisation.")] = 0
     steps: Annotated[PositiveInt, _d("Training steps of the whole run.")] = 10
     mode: Annotated[
-        Literal["sync", "async", "external"],
-        _d("`sync`: generate, then train; `async`: generation never stops; `external`: your own trainer pulls."),
+        Literal["sync", "async", "external", "eval"],
+        _d("`sync`: generate, then train; `async`: generation never stops; `external`: your trainer; `eval`: none."),
     ] = "sync"
     python_path: Annotated[
         list[str],

@@ -85,7 +85,8 @@ class Executor:
         self._dispatcher = dispatcher
         self._outbox = outbox
         self._published = published
-        self._prompts: Prompts = [] if config.rollout.load_debug else open_source(config.data)
+        replays = config.rollout.load_debug or config.mode == "eval"
+        self._prompts: Prompts = [] if replays else open_source(config.data)
         self._source = DataSource(max(1, len(self._prompts)), seed=config.seed, shuffle=config.data.shuffle)
         self._evaluator = Evaluator(config, run_dir, dispatcher)
         make = AsyncProducer if config.mode == "async" else SyncProducer

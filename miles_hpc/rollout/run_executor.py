@@ -13,17 +13,15 @@ from miles_hpc.rollout.executor import Executor
 from miles_hpc.rollout.published import PublishedVersions
 from miles_hpc.transport.carriers import Outbox
 from miles_hpc.wire.client import HubClient
-from miles_hpc.wire.program import setup_logging, stop_signals
+from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.rpc import RpcServer
+from miles_hpc.wire.serving import stop_event, until_one_ends
 from miles_hpc.wire.worker_env import WorkerEnv
 
 
 async def execute(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     """Serve until a signal, or until a part ends with an error, which is raised."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in stop_signals():
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
     published = PublishedVersions(env.run_dir)
     dispatcher = Dispatcher(
         env.listen["work"],
@@ -41,15 +39,7 @@ async def execute(env: WorkerEnv, config: Config, hub: HubClient) -> None:
             async for pools in hub.async_changes():
                 dispatcher.on_pools(pools)
 
-        parts = [asyncio.ensure_future(part) for part in (server.serve(), dispatcher.run(), follow(), stop.wait())]
-        try:
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
-        for part in done:
-            part.result()
+        await until_one_ends(server.serve(), dispatcher.run(), follow(), stop.wait())
 
 
 def main() -> int:

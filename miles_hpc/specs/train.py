@@ -21,7 +21,7 @@ def trainer_spec(config: Config) -> CommandWorkerSpec:
         "miles_hpc.train.run_trainer",
         env=lambda ctx: {**collective_env(config, "trainer"), **own_env(config, "trainer", config.train.threads)},
         scheduling=SchedulingSpec(
-            num_cells=0 if config.mode == "external" else 1,
+            num_cells=1 if config.mode in ("sync", "async") else 0,
             num_workers_per_cell=config.train.ranks,
             num_cpus_per_worker=float(config.train.threads),
             placement="pack",

@@ -1,4 +1,5 @@
-"""The driver of `mode = "external"`: your own trainer pulls batches and publishes weights, through `miles_hpc.connect`.
+"""The driver of `mode = "external"`: your own trainer pulls batches and publishes weights, through `miles_hpc.connect`;
+and of `mode = "eval"`, which evaluates the start model and ends.
 
 This driver generates a rollout, waits until every rank of the trainer has acknowledged it, and writes the commit. It
 serves the trainer's calls, and says in `<run_dir>/external.json` where.
@@ -97,6 +98,9 @@ class ExternalDriver:
         await self._executor.open(start.incarnation, start.data_state)
         kept = str(start.extra.get("weights") or "")
         await self._publish(kept if kept and Path(kept).is_dir() else self._config.model.path)
+        if self._config.mode == "eval":
+            await self._evaluate()
+            return self.summary
         await self._announce(start)
         for step in range(start.step + 1, self._config.steps + 1):
             begun = time.monotonic()
@@ -115,6 +119,13 @@ class ExternalDriver:
             await self._set(ended="drained")
         self.summary.counts = await self._executor.counts(final=True)
         return self.summary
+
+    async def _evaluate(self) -> None:
+        found = await self._executor.evaluate(self._version, self._config.eval.limit)
+        self.summary.on_evaluation(found.accuracy)
+        for name, value in found.metrics.items():
+            log.info("%s = %.4f", name, value)
+        self._metrics.append({"step": 0, "attempt": self._attempt, "heldout": found.accuracy, "eval": found.metrics})
 
     async def _set(self, *, ready: int = 0, ended: str = "") -> None:
         async with self._changed:
@@ -305,6 +316,11 @@ async def drive_external(env: WorkerEnv, config: Config, hub: HubClient) -> RunS
         )
         driver = ExternalDriver(config, env.run_dir, env.attempt, hub, executor, publisher, commits)
         made.append(driver)
+        if config.mode == "eval":
+            try:
+                return await driver.run()
+            except Exception as error:
+                raise DriverFailed(driver.summary) from error
         server = asyncio.ensure_future(RpcServer(env.listen["rpc"], driver.methods(), env.run_dir, env.attempt).serve())
         running = asyncio.ensure_future(driver.run())
         try:

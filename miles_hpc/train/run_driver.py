@@ -73,7 +73,7 @@ async def wait_for_parts(hub: HubClient, config: Config) -> None:
     """
     deadline = time.monotonic() + config.timing.start_deadline
     parts = [("executor", "the executor"), ("controller", "the controller")]
-    if config.mode != "external":
+    if config.mode in ("sync", "async"):
         parts.append((TRAINER_POOL, "the trainer"))
     for pool, what in parts:
         left = max(0.0, deadline - time.monotonic())
@@ -88,7 +88,7 @@ def _ready(pool: str, pools: Pools) -> bool:
 async def drive(env: WorkerEnv, config: Config, hub: HubClient) -> RunSummary:
     """The whole run. What it raises carries the summary so far to `DriverFailed`."""
     await wait_for_parts(hub, config)
-    if config.mode == "external":
+    if config.mode in ("external", "eval"):
         from miles_hpc.train.driver_external import drive_external
 
         return await drive_external(env, config, hub)
