@@ -97,17 +97,21 @@ class LoadProcess:
 class Simulation:
     """A hub, its agents, and what is measured of them."""
 
-    def __init__(self, agents: int, processes: int, run_dir: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, agents: int, processes: int, heartbeat: float, run_dir: Path, say: Callable[[str], None]
+    ) -> None:
         self.agents, self.run_dir, self.say = agents, run_dir, say
         self.results: dict[str, Any] = {"agents": agents}
         self.config = Config(
             cluster=ClusterConfig(local_nodes=agents),
             inference=InferenceConfig(engines=ENGINES),
-            timing=Timing(join=REGISTER_S),
+            timing=Timing(join=REGISTER_S, heartbeat=heartbeat),
         )
         write_resolved(self.config, run_dir)
         create_secrets(run_dir, 0)
         self.load: list[LoadProcess] = []
+        self._scale = max(1.0, agents / 5000 / heartbeat)
+        self._before = 0
         self._stderr = (run_dir / "hub.stderr").open("w")
         argv = [sys.executable, "-m", "miles_hpc.hub.run", "--run-dir", str(run_dir), "--attempt", "0"]
         self.hub = subprocess.Popen([*argv, "--address", "127.0.0.1"], stdout=self._stderr, stderr=self._stderr)
@@ -118,9 +122,7 @@ class Simulation:
         per_process = math.ceil(agents / processes)
         for first in range(0, agents, per_process):
             count = min(per_process, agents - first)
-            self.load.append(
-                LoadProcess(run_dir, first, count, agents, self.config.timing.anti_entropy * scale_of(agents))
-            )
+            self.load.append(LoadProcess(run_dir, first, count, agents, self.config.timing.anti_entropy * self._scale))
         for each in self.load:
             each.said("made")
 
@@ -145,22 +147,24 @@ class Simulation:
 
     def register(self) -> None:
         """All agents connect at once, shake hands, and are let in."""
-        before = self.process.memory_full_info().uss
+        self._before = self.process.memory_full_info().uss
         started, cpu = time.monotonic(), self._cpu_s()
         for each in self.load:
             each.tell("go")
         last = max(each.said("registered", REGISTER_S)["at"] for each in self.load)
         seconds = last - started
         self._until(lambda: any(e["event"] == "all_ready" for e in self._look()), "all cells ready", START_S)
-        grown = self.process.memory_full_info().uss - before
         self.results |= {
             "registered_s": round(seconds, 3),
             "registered_per_s": round(self.agents / seconds),
             "register_cpu_s": round(self._cpu_s() - cpu, 2),
-            "kb_per_agent": round(grown / self.agents / 1024, 1),
+            "kb_per_agent": self._kb_per_agent(),
             "hub_files": self.process.num_fds(),
         }
         self.say(f"{self.agents} agents registered in {seconds:.2f} s ({self.agents / seconds:.0f} a second)")
+
+    def _kb_per_agent(self) -> float:
+        return float(round((self.process.memory_full_info().uss - self._before) / self.agents / 1024, 1))
 
     def measure(self, seconds: float) -> None:
         """Heartbeats and tables, nothing else."""
@@ -204,6 +208,7 @@ class Simulation:
             "command_p99_ms": percentile(took, 99),
             "commands": len(took),
             "commands_lost": len(sent) - len(took),
+            "kb_per_agent_end": self._kb_per_agent(),
         }
 
     def _command(self, until: float) -> dict[tuple[str, str], float]:
@@ -227,7 +232,7 @@ class Simulation:
         for each in self.load:
             each.tell("die", *[index for index in victims if index in each.indices])
         dead_at = max(each.said("died")["at"] for each in self.load)
-        scale = scale_of(self.agents)
+        scale = self._scale
         patience = self.config.timing.dead * scale + 4 * self.config.timing.heartbeat * scale + 20
         wanted = {node_id(index) for index in victims}
 
@@ -275,10 +280,6 @@ class Simulation:
         self._stderr.close()
 
 
-def scale_of(agents: int) -> float:
-    return max(1.0, agents / 5000)
-
-
 def percentile(values: list[float], share: float) -> float | None:
     """Nearest rank; None for no values."""
     ordered = sorted(values)
@@ -299,6 +300,7 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=10_000, help="simulated agents (default: 10000)")
     parser.add_argument("--processes", type=int, default=4, help="processes that hold them (default: 4)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of measured heartbeats (default: 20)")
+    parser.add_argument("--heartbeat", type=float, default=1.0, help="timing.heartbeat, before it is stretched (1.0)")
     parser.add_argument("--deaths", type=float, default=0.01, help="share of the agents that dies (default: 0.01)")
     parser.add_argument("--seed", type=int, default=0, help="who dies (default: 0)")
     parser.add_argument("--keep", action="store_true", help="keep the run directory and print its place")
@@ -319,7 +321,7 @@ def main() -> int:
     simulation = None
     try:
         load = os.getloadavg()[0]
-        simulation = Simulation(given.agents, given.processes, run_dir, say)
+        simulation = Simulation(given.agents, given.processes, given.heartbeat, run_dir, say)
         simulation.results["load_before"] = round(load, 2)
         simulation.register()
         simulation.measure(given.seconds)
