@@ -58,7 +58,6 @@ HUB_LINGER = 15.0
 GOODBYE_FLUSH = 1.0
 OWN_LAG = 1.0
 """An agent whose turn took longer than this was stopped, or starved, itself."""
-FIRST_SEEK, LONGEST_SEEK = 0.02, 0.5
 HELLO_AGAIN = 0.5
 """Seconds until an agent whose node is taken by a dead incarnation says hello once more."""
 
@@ -108,7 +107,7 @@ class Agent:
         self._seq = 0
         now = self._clock()
         self._seeker = HubSeeker(options.run_dir, options.run_id, options.attempt, options.digest)
-        self._seek_at, self._seek_pause, self._join_deadline = now, FIRST_SEEK, now + options.timing.join
+        self._join_deadline = now + options.timing.join
         self._turned_at = now
         self._stood_still = 0.0
         """Of the silence of the hub, what this agent has slept through itself."""
@@ -184,7 +183,7 @@ class Agent:
             self.stalls.next_deadline(),
             self.table.next_deadline(),
             self.keeper.next_deadline(),
-            self._seek_at,
+            self._seeker.next_deadline(),
             self._hello_at,
             self._heartbeat_at,
             self._full_table_at,
@@ -277,7 +276,7 @@ class Agent:
             self._seq += 1
             self.link.say(Heartbeat(seq=self._seq, dropped=self._dropped + self.link.dropped))
         if self._hub_is_lost():
-            self._seek_at = min(self._seek_at, self._clock())
+            self._seeker.look_by(self._clock())
         silent = self.link.silent_for() > self.options.timing.dead
         if silent and not self._hub_silent:
             self.log.write(
@@ -317,25 +316,18 @@ class Agent:
 
     def _seek(self, now: float) -> None:
         """Look for a hub while there is none, or none that answers, and connect to the newest."""
-        if self._leaving:
-            self._seek_at = math.inf
-            return
-        lost = self._hub_is_lost()
-        if now >= self._seek_at:
-            self._seek_at = math.inf
-            if lost:
-                self._seeker.ask()
-        found = self._seeker.take()
-        if found is not None:
-            if found.error:
-                self._leave(found.error, 1)
-                return
-            if found.hub is not None and found.keys is not None and found.hub.epoch > self._epoch:
+        found = self._seeker.advance(now, wanted=self._leaving is None and self._hub_is_lost())
+        if found is not None and found.error and self.link is None:
+            self._leave(found.error, 1)
+        elif found is not None and found.error:
+            # Of a file system that fails for a while, or a hub that must not be obeyed: the one we know may come back.
+            self.log.write("hub_not_found", "warning", text=found.error)
+        elif found is not None and found.hub is not None and found.keys is not None:
+            if found.hub.epoch > self._epoch:
                 self._connect(AgentLink(found.hub, found.keys, self.link.heard_at if self.link else now), now)
-                lost = False
-            self._seek_at = now + self._seek_pause
-            self._seek_pause = min(self._seek_pause * 1.5, LONGEST_SEEK)
-        if self.link is None and now >= self._join_deadline:
+            elif self.link is not None and not self.link.welcomed and self.link.silent_for() > self.options.timing.dead:
+                self.link.probe_again()
+        if self.link is None and self._leaving is None and now >= self._join_deadline:
             place = rendezvous.rendezvous_dir(self.options.run_dir, self.options.attempt)
             self._leave(f"no hub in {place} after {self.options.timing.join:g} s (timing.join)", 1)
 
@@ -383,6 +375,8 @@ class Agent:
             if again:
                 # By the incarnation that died before this one: its warden starts the next one only then.
                 self._hello_at = self._clock() + HELLO_AGAIN
+            elif message.code == "unknown":
+                self._hello_at = self._clock()
             elif message.code != "malformed":
                 self._leave(f"the hub refused this agent ({message.code}): {message.text}", 1)
         elif isinstance(message, ReservePorts):

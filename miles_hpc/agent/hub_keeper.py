@@ -62,6 +62,7 @@ class HubKeeper:
             options.log_dir,
             supervisor,
             slurm=options.slurm,
+            also=options.also,
         )
         self._keys = load_client(options.run_dir, options.attempt, "agent")
         self.peers = Peers(options.node, options.address, options.run_id, self._keys, self._answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,7 @@ class HubProcess:
         supervisor: Supervisor,
         *,
         slurm: bool = False,
+        also: Sequence[str] = (),
     ) -> None:
         self.log_path = log_dir / "hub.log"
         self._run_dir = run_dir
@@ -45,6 +47,7 @@ class HubProcess:
         self._node = node
         self._address = address
         self._slurm = slurm
+        self._also = also
         self._supervisor = supervisor
 
     def start(self, epoch: int = 0) -> None:
@@ -56,6 +59,8 @@ class HubProcess:
         argv = [sys.executable, "-m", "miles_hpc.cli.hub"]
         argv += ["--run-dir", str(self._run_dir), "--run-id", self._run_id, "--attempt", str(self._attempt)]
         argv += ["--address", self._address, "--node", self._node]
+        for address in self._also:
+            argv += ["--also", address]
         if epoch:
             argv += ["--epoch", str(epoch)]
         if self._slurm:

@@ -31,10 +31,23 @@ class AgentLink:
         self._heard_before = time.monotonic() if heard_at is None else heard_at
         self._lost = 0
         self._outbox: deque[Message] = deque(maxlen=OUTBOX_LIMIT)
+        self._keys = keys
+        self._links: list[HubLink] = []
+        self._probe_all()
+
+    def _probe_all(self) -> None:
+        hub = self.rendezvous
         self._links = [
-            HubLink(endpoint, hub_key=rendezvous.public_key, keys=keys, run_id=rendezvous.run_id)
-            for endpoint in rendezvous.endpoints
+            HubLink(endpoint, hub_key=hub.public_key, keys=self._keys, run_id=hub.run_id) for endpoint in hub.endpoints
         ]
+
+    def probe_again(self) -> None:
+        """The address that was kept no longer answers: try all of them once more. Waiting reports stay."""
+        if len(self.rendezvous.addresses) > 1 and len(self._links) == 1:
+            self._heard_before, self._lost = self.heard_at, self.dropped
+            self._links[0].close()
+            self.welcomed = False
+            self._probe_all()
 
     def pollable(self) -> list[Any]:
         """Sockets to wait for."""

@@ -20,6 +20,8 @@ class Options:
     node_index: int
     address: str
     """IP literal that this node's workers listen on."""
+    also: tuple[str, ...] = ()
+    """More addresses of this node, at which a hub on it can be reached."""
     run_id: str
     hub: bool = False
     """Start the hub on this node."""

@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--attempt", type=int, required=True)
     found.add_argument("--node-index", type=int, required=True)
     found.add_argument("--address", required=True, help="IP literal that workers of this node listen on")
+    found.add_argument("--also", action="append", default=[], help="one more address of this node, for a hub on it")
     found.add_argument("--hub", action="store_true", help="start the hub on this node")
     found.add_argument("--run-id", default="", help="default: the name of the run directory")
     found.add_argument("--local-nodes", type=int, default=1, help="agents of this run on this machine")
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             attempt=given.attempt,
             node_index=given.node_index,
             address=given.address,
+            also=tuple(given.also),
             run_id=given.run_id or run_dir.name,
             hub=given.hub,
             local_nodes=given.local_nodes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from pathlib import Path
 
 from miles_hpc import __version__
 from miles_hpc.wire import rendezvous, security
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
+"""Seconds between two looks."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Found:
 
 
 class HubSeeker:
-    """Answers `ask` once, some time later: `fileno` becomes readable, and `take` gives what was found.
+    """Looks again and again while a hub is wanted. `fileno` becomes readable when a look has ended.
 
     Args:
         digest: what this agent has read; a hub that has read something else is refused. Empty: not compared.
@@ -37,6 +41,7 @@ class HubSeeker:
         self._closed = False
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._asked = False
+        self._look_at, self._pause = 0.0, FIRST_PAUSE
         # A daemon: one that hangs in the file system must not keep the agent from leaving.
         threading.Thread(target=self._run, name="seek", daemon=True).start()
 
@@ -45,18 +50,28 @@ class HubSeeker:
         """For a poller."""
         return self._read_end
 
-    def ask(self) -> None:
-        """Look once more; does nothing while a look is under way."""
-        if not self._asked:
-            self._asked = True
-            self._wanted.set()
+    def next_deadline(self) -> float:
+        """When `advance` has something to do even if `fileno` is not readable."""
+        return self._look_at
 
-    def take(self) -> Found | None:
-        """The answer, once; None while there is none."""
+    def look_by(self, moment: float) -> None:
+        """Look no later than then, if a hub is wanted then."""
+        self._look_at = min(self._look_at, moment)
+
+    def advance(self, now: float, *, wanted: bool) -> Found | None:
+        """Begin a look that is due; returns what a look has found, once."""
+        if now >= self._look_at:
+            self._look_at = math.inf
+            # One at a time: it may hang for as long as the file system does.
+            if wanted and not self._asked:
+                self._asked = True
+                self._wanted.set()
         found, self._result = self._result, None
         if found is not None:
             os.read(self._read_end, 1)
             self._asked = False
+            self._look_at = now + self._pause
+            self._pause = min(self._pause * 1.5, LONGEST_PAUSE)
         return found
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ def become_warden(run_dir: Path, task: Task, prepared: Prepared) -> NoReturn:
     from miles_hpc.agent import procfs
     from miles_hpc.config.load import read_resolved
     from miles_hpc.launch.local import WARDEN
-    from miles_hpc.launch.node_address import NoAddress, choose_address
+    from miles_hpc.launch.node_address import NoAddress, choose_address, other_addresses
     from miles_hpc.wire.ids import node_id
 
     config = read_resolved(run_dir)
@@ -161,6 +161,10 @@ def become_warden(run_dir: Path, task: Task, prepared: Prepared) -> NoReturn:
     node = node_id(task.index)
     agent = [sys.executable, "-m", "miles_hpc.agent.run", "--run-dir", str(run_dir), "--run-id", prepared.run_id]
     agent += ["--attempt", str(prepared.attempt), "--node-index", str(task.index), "--address", address, "--slurm"]
+    for other in other_addresses(address, network.interface, network.subnet):
+        agent += ["--also", other]
+    agent += ["--granted-cpus", str(task.cpus), "--granted-memory", str(task.memory_bytes)]
+    agent += ["--granted-gpus", str(task.gpus)]
     if task.index == 0:
         agent.append("--hub")
     argv = [sys.executable, "-I", "-S", str(WARDEN), "--run-id", prepared.run_id, "--run-dir", str(run_dir)]

@@ -54,6 +54,25 @@ def choose_address(interface: str = "", subnet: str = "", peers: Sequence[str] =
     return min(allowed, key=lambda pair: (pair[0].startswith(_VIRTUAL), ":" in pair[1]))[1]
 
 
+def other_addresses(chosen: str, interface: str = "", subnet: str = "") -> list[str]:
+    """More addresses at which other nodes may reach this one; none when `network` names one interface or subnet.
+
+    Never loopback (some hosts files give a node's own name 127.0.1.1), link-local, or those of a container engine's
+    bridges, which every node has.
+    """
+    if interface or subnet:
+        return []
+    return [
+        address
+        for name, address in addresses()
+        if address != chosen and not name.startswith(_VIRTUAL) and _is_reachable(ipaddress.ip_address(address))
+    ]
+
+
+def _is_reachable(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return not (address.is_loopback or address.is_link_local or address.is_unspecified or address.is_multicast)
+
+
 def addresses() -> Iterable[tuple[str, str]]:
     """(interface, IP literal) of every interface that is up."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}

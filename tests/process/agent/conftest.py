@@ -99,7 +99,7 @@ class FakeHub:
     def send(self, node: str, message: Message) -> None:
         assert self.socket.send(self.peers[node], message)
 
-    def until(self, found: Callable[[], M | bool | None], what: str, timeout_s: float = 15.0) -> M:
+    def until(self, found: Callable[[], M | bool | None], what: str, timeout_s: float = 40.0) -> M:
         deadline = time.monotonic() + timeout_s
         while not (value := found()):
             assert time.monotonic() < deadline, f"no {what} within {timeout_s} s; heard {self.heard[-20:]}"
@@ -116,7 +116,7 @@ class FakeHub:
         ]
 
     def expect(
-        self, kind: type[M], worker: str = "", generation: Generation | None = None, timeout_s: float = 15.0
+        self, kind: type[M], worker: str = "", generation: Generation | None = None, timeout_s: float = 40.0
     ) -> M:
         def newest() -> M | None:
             found = self.reports(kind, worker, generation)
@@ -173,13 +173,13 @@ class FakeHub:
         )
         return self.expect(WorkerStarted, worker, generation)
 
-    def ready(self, worker: str, n: int = 1, timeout_s: float = 15.0) -> WorkerReady:
+    def ready(self, worker: str, n: int = 1, timeout_s: float = 40.0) -> WorkerReady:
         return self.expect(WorkerReady, worker, Generation(1, n), timeout_s)
 
     def stop(self, worker: str, n: int = 1, node: str = "node-00000", reason: str = "test") -> None:
         self.send(node, StopWorker(worker=worker, generation=Generation(1, n), reason=reason))
 
-    def exited(self, worker: str, n: int = 1, timeout_s: float = 15.0) -> WorkerExited:
+    def exited(self, worker: str, n: int = 1, timeout_s: float = 40.0) -> WorkerExited:
         return self.expect(WorkerExited, worker, Generation(1, n), timeout_s)
 
     def beats(self) -> list[Heartbeat]:
@@ -234,7 +234,7 @@ class Nodes:
         procfs.kill_all(self.marked())
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 40.0) -> bool:
     """Poll a condition of the outside world."""
     deadline = time.monotonic() + timeout_s
     while not condition():

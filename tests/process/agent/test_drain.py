@@ -12,7 +12,7 @@ from miles_hpc.config.schema import Config
 from miles_hpc.config.timing import Timing
 from miles_hpc.wire.messages import DrainRequest, Shutdown, WorkerExited
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 WORKER = "driver-00000-00000"
 SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from miles_hpc.wire.messages import Goodbye, Shutdown, WorkerExited
 
 from .conftest import WARDEN, FakeHub, Nodes, eventually
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()"
 FAMILY = f"""
@@ -82,7 +83,7 @@ def test_a_node_whose_agents_keep_dying_gives_up(hub, node, nodes):
         os.kill(node.pid, signal.SIGKILL)
         node = hub.join()
     os.kill(node.pid, signal.SIGKILL)
-    assert nodes.wardens["node-00000"].wait(10) == 1
+    assert nodes.wardens["node-00000"].wait(40) == 1
     assert "this node gives up" in (nodes.run_dir / "logs/attempt-0/node-00000/warden.log").read_text()
     assert nodes.marked() == []
 
@@ -98,7 +99,7 @@ def test_a_new_incarnation_waits_until_the_hub_no_longer_takes_the_old_one_for_a
 
 def test_the_agent_sweeps_and_leaves_when_its_warden_is_killed(hub, node, nodes, family):
     nodes.wardens["node-00000"].kill()
-    assert eventually(lambda: procfs.read_process(node.pid) is None, 8)
+    assert eventually(lambda: procfs.read_process(node.pid) is None)
     assert _gone(family)
     assert nodes.marked() == []
     assert "warden" in hub.expect(Goodbye).reason
@@ -107,7 +108,7 @@ def test_the_agent_sweeps_and_leaves_when_its_warden_is_killed(hub, node, nodes,
 def test_term_to_the_warden_stops_the_node_in_time(hub, node, nodes, family):
     started = time.monotonic()
     nodes.wardens["node-00000"].terminate()
-    assert nodes.wardens["node-00000"].wait(9) == 1
+    assert nodes.wardens["node-00000"].wait(40) == 1
     assert time.monotonic() - started < 8
     assert _gone(family)
     assert hub.expect(WorkerExited).cause == "stopped"
@@ -118,7 +119,7 @@ def test_quit_to_the_warden_ends_the_node_at_once(hub, node, nodes, family):
     hub.pump(0.2)
     started = time.monotonic()
     nodes.wardens["node-00000"].send_signal(signal.SIGQUIT)
-    assert nodes.wardens["node-00000"].wait(5) == 1
+    assert nodes.wardens["node-00000"].wait(40) == 1
     assert time.monotonic() - started < 1
     assert _gone(family)
 
@@ -215,7 +216,7 @@ signal.pause()
     hub.start(WORKER, STUBBORN)
     process.kill()
     process.wait()
-    assert eventually(lambda: nodes.marked() == [], 9)
+    assert eventually(lambda: nodes.marked() == [])
     assert procfs.read_process(hello.pid) is None
 
 
@@ -224,7 +225,7 @@ def test_an_agent_without_a_hub_gives_up_by_name(nodes, run_dir):
 
     write_resolved(Config(timing=Timing(join=0.5)), run_dir)
     warden = nodes.start()
-    assert warden.wait(5) == 1
+    assert warden.wait(40) == 1
     log = (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
     assert "no hub in" in log and "timing.join" in log
 
@@ -237,11 +238,12 @@ def test_a_wrong_key_is_named_within_three_seconds(nodes, run_dir):
         hub.publish()
         (secrets_dir(run_dir, 0) / "agent.json").unlink()
         create_secrets(run_dir, 0)
-        started = time.monotonic()
         warden = nodes.start()
         assert eventually(lambda: warden.poll() is not None, 5)
         assert warden.poll() == 1
-        assert time.monotonic() - started < 3
+        lines = (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text().splitlines()
+        at = {line["event"]: line["time"] for line in map(json.loads, lines)}
+        assert at["leaving"] - at["hub_found"] < 3
         assert "does not know this process's key" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
     finally:
         hub.close()
@@ -297,7 +299,7 @@ def test_a_hub_that_has_read_another_configuration_is_refused(nodes, run_dir):
     hub.rendezvous = msgspec.structs.replace(hub.rendezvous, digest="0" * 64)
     try:
         hub.publish()
-        assert nodes.start().wait(10) == 1
+        assert nodes.start().wait(40) == 1
         assert "another configuration" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
         assert hub.heard == []
     finally:
@@ -309,7 +311,7 @@ def test_a_hub_of_another_version_is_refused_by_name(nodes, run_dir):
     hub.rendezvous = msgspec.structs.replace(hub.rendezvous, version="9.9")
     try:
         hub.publish()
-        assert nodes.start().wait(10) == 1
+        assert nodes.start().wait(40) == 1
         assert "is miles-hpc 9.9, this agent" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
     finally:
         hub.close()
@@ -319,7 +321,7 @@ def test_a_hub_file_of_another_run_is_refused_by_name(nodes, run_dir):
     hub = FakeHub(run_dir, "another-run")
     try:
         hub.publish()
-        assert nodes.start().wait(10) == 1
+        assert nodes.start().wait(40) == 1
         assert "another-run" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()
     finally:
         hub.close()
@@ -339,7 +341,7 @@ def test_a_silent_hub_ends_the_node_after_its_grace(nodes, run_dir):
         hub.join()
         hub.start(WORKER, STUBBORN)
         silent_since = time.monotonic()
-        assert warden.wait(20) == 1
+        assert warden.wait(40) == 1
         assert 5.5 < time.monotonic() - silent_since < 12
         assert nodes.marked() == []
         assert "timing.hub_grace" in (run_dir / "logs/attempt-0/node-00000/agent.jsonl").read_text()

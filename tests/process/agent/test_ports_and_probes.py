@@ -17,7 +17,7 @@ from miles_hpc.wire.messages import PortInfo, Probe, StartWorker, WorkerReady
 
 from .conftest import eventually
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 WORKER = "pool-00000-00000"
 SERVER = """

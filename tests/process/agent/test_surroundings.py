@@ -214,7 +214,7 @@ def test_mig_is_refused_in_one_line_where_gpus_are_wanted(hub, nodes, nvml, want
     nvml.change(1, mig=1)
     warden = nodes.start(env=nvml.env)
     if wanted:
-        assert warden.wait(15) == 1
+        assert warden.wait(40) == 1
         log = (hub.run_dir / "logs/attempt-0/node-00000/warden.log").read_text().splitlines()
         assert len(log) == 1 and "MIG mode" in log[0] and "GPU 1" in log[0]
     else:
@@ -300,7 +300,7 @@ def test_the_limit_of_open_files_is_raised_or_the_number_needed_is_said(hub, nod
         limits = Path(f"/proc/{agent.pid}/limits").read_text()
         assert next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3] == str(hard)
     else:
-        assert warden.wait(15) == 1
+        assert warden.wait(40) == 1
         log = (hub.run_dir / "logs/attempt-0/node-00000/warden.log").read_text()
         assert "at most 256 open files" in log and "512 are needed" in log
 

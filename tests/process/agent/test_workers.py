@@ -16,7 +16,7 @@ from miles_hpc.agent import procfs
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import Goodbye, Heartbeat, PortInfo, Probe, Shutdown, StartWorker, WorkerExited
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 IDLE = "import signal; signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()"

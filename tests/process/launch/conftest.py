@@ -33,7 +33,7 @@ def waiting_run(run_dir: Path, nodes: int = 2, *, resume: bool = False) -> Itera
         yield run
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 40.0) -> bool:
     """Poll a condition of the outside world."""
     deadline = time.monotonic() + timeout_s
     while not condition():

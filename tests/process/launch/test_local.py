@@ -19,7 +19,7 @@ from miles_hpc.launch.local import start_local
 
 from .conftest import config_of, eventually, joined, waiting_run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 def _pid_of(run, node: str, name: str) -> int:
@@ -82,7 +82,7 @@ def test_a_hub_that_is_killed_again_and_again_ends_the_run_with_its_reason(run):
     for epoch in range(1, 7):
         assert eventually(lambda epoch=epoch: joined(run, epoch=epoch) == 2, 20), run.poll()
         os.kill(_pid_of(run, "node-00000", "hub"), signal.SIGKILL)
-    verdict = run.wait(15)
+    verdict = run.wait(40)
     assert verdict is not None
     assert (verdict["outcome"], verdict["exit_code"]) == ("failed", 1)
     assert "the hub ended by signal 9 without a verdict" in verdict["reason"] and "5 times" in verdict["reason"]
