@@ -35,7 +35,7 @@ from miles_hpc.engine.requests import (
 )
 from miles_hpc.engine.streaming import stream_chat, stream_generate
 from miles_hpc.engine.updates import group_member, group_name, tensor_specs
-from miles_hpc.wire.program import stop_signals
+from miles_hpc.wire.serving import stop_event, until_one_ends
 
 API_VERSION = "0.5.23"
 """The SGLang whose API this is."""
@@ -362,11 +362,7 @@ async def serve(backend: Backend, host: str, port: int) -> None:
         Exception: whatever the engine failed with.
     """
     logging.getLogger("aiohttp.server").addFilter(_is_not_a_stray)
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in stop_signals():
-        loop.add_signal_handler(number, stopped.set)
-    stop, failed = asyncio.ensure_future(stopped.wait()), asyncio.ensure_future(backend.failed())
+    stopped = stop_event()
     runner = web.AppRunner(
         EngineApi(backend, host, port).application(),
         access_log=None,
@@ -381,12 +377,8 @@ async def serve(backend: Backend, host: str, port: int) -> None:
         except OSError as error:
             raise PortTakenError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         _log.info("%s engine serves %s on %s:%d", backend.kind, backend.model_path, host, port)
-        await asyncio.wait([stop, failed], return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failed.result()
+        await until_one_ends(stopped.wait(), backend.failed())
     finally:
-        stop.cancel()
-        failed.cancel()
         # Aborted requests answer with what they have, so nothing is left for the connections' time-out.
         await backend.close()
         await runner.cleanup()

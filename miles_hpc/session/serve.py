@@ -17,8 +17,9 @@ from miles_hpc.inference.service import engine_urls_in, router_url_in
 from miles_hpc.session.requests import ChatDefaults
 from miles_hpc.session.server import SessionServer
 from miles_hpc.wire.client import HubClient
-from miles_hpc.wire.program import setup_logging, stop_signals
+from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.security import load_http_key
+from miles_hpc.wire.serving import stop_event
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,7 @@ def defaults_of(config: Config, tokenizer: ChatTokenizer) -> ChatDefaults:
 
 async def serve(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     """Serve until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
-    for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_event()
     tokenizer = ChatTokenizer(Path(config.model.path), config.model.chat_template)
     async with open_http(load_http_key(env.run_dir, env.attempt)) as http:
         server = SessionServer(
