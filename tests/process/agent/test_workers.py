@@ -122,6 +122,20 @@ os.wait()
 import multiprocessing
 multiprocessing.get_context('spawn').Process(target=signal.pause).start()
 """,
+    "a title over its environment": """
+import ctypes, multiprocessing
+def rename():
+    # As setproctitle: the title goes over the arguments, and over the environment too unless SPT_NOENV is set.
+    fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+    start, end, env_end = int(fields[45]), int(fields[46]), int(fields[48])
+    title = b"sglang::scheduler".ljust((end if os.environ.get("SPT_NOENV") else env_end) - start, b"\\0")
+    ctypes.memmove(start, title, len(title))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.setsid()
+    while True: signal.pause()
+child = multiprocessing.get_context('fork').Process(target=rename, daemon=False)
+child.start()
+""",
     "no environment, own session": f"""
 subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True, env={{}})
 """,
