@@ -4,6 +4,8 @@ import json
 import signal
 import sys
 import time
+import urllib.error
+import urllib.request
 
 import psutil
 import pytest
@@ -27,6 +29,7 @@ from miles_hpc.wire.messages import (
     Welcome,
 )
 from miles_hpc.wire.operator import OperatorClient
+from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.sockets import HubRefused
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
@@ -238,3 +241,28 @@ def test_ten_thousand_heartbeats_do_not_keep_the_hub_from_its_clock(start_hub):
         operator.status()
     assert time.monotonic() - before < 5.0
     assert agent.of(StartWorker)
+
+
+def fetch(hub, path, key):
+    url = read(hub.run_dir / "status.json")["http"] + path
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as answer:
+        return answer.read().decode()
+
+
+def test_status_events_and_metrics_are_served_over_http_to_those_with_the_run_s_key(start_hub):
+    hub = start_hub()
+    agent = hub.agent(0)
+    driver = started(hub, agent)
+    driver.send(Progress(step=3, weight_version=4))
+    hub.pump(lambda: read(hub.run_dir / "status.json")["step"] == 3, "status.json")
+    key = load_http_key(hub.run_dir, 0)
+    status = json.loads(fetch(hub, "/status", key))
+    assert status["step"] == 3 and status["nodes"][0]["state"] == "alive" and status["age_s"] < 5
+    events = json.loads(fetch(hub, "/events", key))
+    assert events["events"][0]["event"] == "hub_started" and events["next"] == len(events["events"])
+    metrics = fetch(hub, "/metrics", key)
+    assert 'miles_hpc_nodes{state="alive"} 1.0' in metrics and "miles_hpc_step 3.0" in metrics
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        fetch(hub, "/status", "guessed")
+    assert psutil.Process(hub.process.pid).memory_full_info().uss < 40e6
