@@ -53,6 +53,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 1800.0
     probe_interval: Annotated[float, Meta(gt=0, description="Between two probes of a worker.")] = 2.0
     probe_timeout: Annotated[float, Meta(gt=0, description="One probe's answer.")] = 5.0
+    stall: Annotated[
+        float, Meta(gt=0, description="A server of ours whose loop stands still this long is started again.")
+    ] = 60.0
     status_interval: Annotated[float, Meta(gt=0, description="Between two writes of status.json.")] = 1.0
 
     def __post_init__(self) -> None:

@@ -19,6 +19,6 @@ def controller_spec(config: Config) -> CommandWorkerSpec:
         "miles_hpc.inference.run_controller",
         scheduling=SchedulingSpec(num_cpus_per_worker=0.5, avoid_hub_node=True),
         port_infos=(PortInfo(name="rpc"),),
-        probe=timed_probe(config, "tcp", "rpc"),
+        probe=timed_probe(config, "tcp", "rpc", counts=True),
         state="stateful",
     )

@@ -36,11 +36,13 @@ def timed_probe(
     *,
     path: str = "/health",
     start_deadline: float | None = None,
+    counts: bool = False,
 ) -> Probe:
     """A probe with the times of `[timing]`.
 
     Args:
         start_deadline: seconds until the first success, where it is not that of `[timing]`.
+        counts: the program counts the turns of its loop (`wire/serving.py`), and is stopped when they stop.
     """
     timing = config.timing
     return Probe(
@@ -50,4 +52,5 @@ def timed_probe(
         interval=timing.probe_interval,
         timeout=timing.probe_timeout,
         start_deadline=timing.start_deadline if start_deadline is None else start_deadline,
+        stall=timing.stall if counts else 0.0,
     )

@@ -20,6 +20,6 @@ def session_spec(config: Config) -> CommandWorkerSpec:
         "miles_hpc.session.serve",
         scheduling=SchedulingSpec(num_cells=config.session.servers, num_cpus_per_worker=0.5),
         port_infos=(PortInfo(name="http", static_port=fixed, allow_dynamic=not fixed, offset_by_cell=bool(fixed)),),
-        probe=timed_probe(config, "http", "http"),
+        probe=timed_probe(config, "http", "http", counts=True),
         meta=lambda cell_index: {"instance": cell_index},
     )
