@@ -15,7 +15,7 @@ from miles_hpc.hub.standing import StandingState
 from miles_hpc.hub.summary import Seconds, merged_summary
 from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.wire.ids import Generation, cell_id, worker_id
-from miles_hpc.wire.messages import Done, Failed, FromHub, Gpu, StartWorker
+from miles_hpc.wire.messages import Done, Failed, FromHub, Gpu, RestartCell, StartWorker, StopCell
 
 if TYPE_CHECKING:
     from miles_hpc.hub.drain import Drain
@@ -93,6 +93,9 @@ class Node:
     down: bool = False
     """Whoever lends the nodes is certain that this one does not run."""
     peer_port: int = 0
+    deaths: deque[tuple[float, str]] = field(default_factory=deque)
+    """When which cell lost a worker here, inside the heal window; a lost node is not among them."""
+    quarantined: bool = False
     dropped: int = 0
     """Messages that its agent could not send or read."""
     gpu_holders: dict[int, tuple[str, Generation]] = field(default_factory=dict)
@@ -224,6 +227,10 @@ class Core:
         self.decided_at = 0.0
         self.shutdown_sent = self.leaving = False
         self.answered: dict[str, Done | Failed] = {}
+        self.held: dict[str, tuple[Generation, float]] = {}
+        """Cell -> the generation that takes part in a weight window, and until when orders to stop it wait."""
+        self.deferred: list[StopCell | RestartCell] = []
+        """Orders that wait for the end of a hold."""
         """Orders of operators by call id, the newest ones."""
         self.dropped: dict[str, int] = {}
         """What did not get through at this hub, as its shell counts it."""

@@ -65,6 +65,8 @@ def judge(core: Core, cell: Cell, ending: Ending) -> list[Cell]:
     members = group_of(core, cell)
     retry_at = core.now
     if ending.budgeted:
+        for name in {worker.node for worker in cell.workers if worker.gone}:
+            _blame(core, name, cell)
         if cell.spec.group:
             deaths, name = core.group_deaths.setdefault(cell.spec.group, deque()), f"group {cell.spec.group}"
         else:
@@ -76,6 +78,27 @@ def judge(core: Core, cell: Cell, ending: Ending) -> list[Cell]:
     for member in members:
         member.retry_at = retry_at
     return [member for member in members if member is not cell]
+
+
+def _blame(core: Core, name: str, cell: Cell) -> None:
+    """Count a death against the node where it happened; a node that eats cells gets no new work."""
+    node, limit = core.nodes.get(name), core.heal.quarantine
+    if node is None or not limit:
+        return
+    node.deaths.append((core.now, cell.id))
+    if not node.quarantined and len(node.deaths) >= limit and len({victim for _, victim in node.deaths}) > 1:
+        node.quarantined = True
+        core.note("node_quarantined", "error", node=node.id, host=node.host, deaths=len(node.deaths))
+
+
+def watch_quarantine(core: Core) -> None:
+    """Forget deaths that are older than the window; a node with few left gets work again."""
+    for node in core.nodes.values():
+        while node.deaths and core.now - node.deaths[0][0] > core.heal.window_s:
+            node.deaths.popleft()
+        if node.quarantined and len(node.deaths) < core.heal.quarantine:
+            node.quarantined = False
+            core.note("node_released", node=node.id)
 
 
 def _spend(core: Core, deaths: deque[float], name: str, ending: Ending) -> float | None:

@@ -67,6 +67,8 @@ def send_reserve(core: Core, cell: Cell, worker: Worker) -> None:
 
 def _usable_nodes(core: Core) -> list[Node]:
     alive = sorted((n for n in core.nodes.values() if n.condition == "alive" and not n.left), key=lambda n: n.index)
+    # A bad node is better than none.
+    alive = [node for node in alive if not node.quarantined] or alive
     # Spare nodes get work only when there are not enough others.
     return alive[: max(1, core.info.expected_nodes - core.info.spare_nodes)] if core.info.spare_nodes else alive
 
@@ -77,7 +79,7 @@ def _kept_places(core: Core, cell: Cell) -> list[Place] | None:
         return None
     for worker in cell.previous:
         node = core.nodes.get(worker.node)
-        if node is None or node.condition != "alive" or node.left or _stray_of(node, cell):
+        if node is None or node.condition != "alive" or node.left or node.quarantined or _stray_of(node, cell):
             return None
         if any(slot in node.gpu_holders or slot >= len(node.gpus) for slot in worker.gpu_slots):
             return None

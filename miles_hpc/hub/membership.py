@@ -40,6 +40,7 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
     if before is not None:
         core.node_of_peer.pop(before.peer, None)
         node.gpu_holders, node.strays = before.gpu_holders, before.strays
+        node.deaths, node.quarantined = before.deaths, before.quarantined
     core.nodes[name] = node
     core.node_of_peer[peer] = name
     core.note("agent_joined", node=name, host=hello.host, pid=hello.pid, incarnation=hello.incarnation, again=same)

@@ -24,6 +24,7 @@ from miles_hpc.wire.messages import (
     GetDump,
     GetEvents,
     GetStatus,
+    HoldCells,
     RestartCell,
     StartCell,
     StopCell,
@@ -69,6 +70,9 @@ def _carry_out(core: Core, order: CancelRun | DrainRun | StopCell | StartCell | 
                     "operator",
                     requeue=order.requeue,
                 )
+            case StopCell() | RestartCell() if _is_held(core, order.cell, order.generation):
+                core.note("order_waits_for_window", cell=order.cell, generation=str(order.generation))
+                core.deferred.append(order)
             case StopCell():
                 _stop(core, _cell(core, order.cell, order.generation), order.reason)
             case StartCell():
@@ -78,6 +82,29 @@ def _carry_out(core: Core, order: CancelRun | DrainRun | StopCell | StartCell | 
     except _Refusal as refusal:
         return Failed(call_id=order.call_id, text=str(refusal))
     return Done(call_id=order.call_id)
+
+
+def on_hold(core: Core, hold: HoldCells) -> None:
+    """The controller's weight window: the hold replaces the one before."""
+    core.held = {cell: (generation, core.now + hold.seconds) for cell, generation in hold.cells.items() if hold.seconds}
+    carry_out_deferred(core)
+
+
+def carry_out_deferred(core: Core) -> None:
+    """Orders whose hold is over; one that does not fit any more is dropped, the cell went on by itself."""
+    waiting = core.deferred
+    core.deferred = [order for order in waiting if _is_held(core, order.cell, order.generation)]
+    for order in waiting:
+        if order in core.deferred:
+            continue
+        answer = _carry_out(core, order)
+        if isinstance(answer, Failed):
+            core.note("order_dropped", cell=order.cell, reason=answer.text)
+
+
+def _is_held(core: Core, cell: str, generation: Generation) -> bool:
+    held, until = core.held.get(cell, (None, 0.0))
+    return held == generation and core.now < until
 
 
 def _cell(core: Core, name: str, generation: Generation | None = None) -> Cell:

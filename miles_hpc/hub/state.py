@@ -25,6 +25,7 @@ from miles_hpc.wire.messages import (
     FullTable,
     Goodbye,
     Heartbeat,
+    HoldCells,
     LeaseRenewed,
     PoolAddrs,
     PortsReserved,
@@ -44,7 +45,7 @@ _FromAgent = (
     Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye | DrainRequest
     | LeaseRenewed
 )  # fmt: skip
-_FromClient = ClientHeartbeat | Progress | FinishRun | ReplaceCell
+_FromClient = ClientHeartbeat | Progress | FinishRun | HoldCells | ReplaceCell
 
 
 class HubState:
@@ -106,8 +107,10 @@ class HubState:
             case Tick():
                 membership.watch_silence(core)
                 standing.watch(core)
+                healing.watch_quarantine(core)
                 self._watch_recovery()
                 self._watch_start()
+                operator.carry_out_deferred(core)
         if core.outcome is None and not core.recovering:
             if core.standing.acts:
                 lifecycle.advance(core)
@@ -209,6 +212,8 @@ class HubState:
                 if message.summary:
                     core.driver_summary = message.summary
                 healing.on_finish(core, client.cell, message)
+            case HoldCells():
+                operator.on_hold(core, message)
             case ReplaceCell():
                 lifecycle.on_replace(core, message.cell, message.generation, message.reason, client.worker)
 

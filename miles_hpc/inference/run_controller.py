@@ -35,6 +35,7 @@ async def control(env: WorkerEnv, config: Config, hub: HubClient) -> None:
             engines_wanted=total_engines(config),
             worker_key=key if asks_for_key(config) else "",
             stall_s=settings.stall_s,
+            hold=hub.hold_cells,
             published=PublishedFile(env.run_dir, env.attempt),
             start_deadline_s=settings.start_deadline_s,
             window_timeout_s=settings.window_timeout_s,

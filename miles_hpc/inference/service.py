@@ -30,6 +30,7 @@ _HEALTH_POLL_S = 0.1
 _REGISTER_POLL_S = 0.05
 _FAILURE_PAUSE_S = 1.0
 _PROGRESS_S = 10.0
+_HOLD_EVERY_S = 5.0
 
 
 def engines_in(pools: Mapping[str, Sequence[CellAddrs]]) -> list[EngineInfo]:
@@ -96,6 +97,7 @@ class ControllerService:
         worker_key: the key that engines ask for, given to the routers.
         lease_s: a window whose owner says nothing for this long is aborted.
         stall_s: an engine that gives no sign of progress for about this long is replaced.
+        hold: asks the hub to stop none of these generations for an operator for some seconds; 0 ends it.
         published: where it is kept what is published, for a controller that comes after this one.
     """
 
@@ -113,6 +115,7 @@ class ControllerService:
         lease_s: float = 30.0,
         stall_s: float = 45.0,
         published: PublishedFile | None = None,
+        hold: Callable[[dict[str, Generation], float], None] = lambda cells, seconds: None,
     ) -> None:
         self.state = decisions.Controller()
         self._http = http
@@ -126,6 +129,8 @@ class ControllerService:
         self._lease_s = lease_s
         self._stall_s = stall_s
         self._published = published
+        self._hold = hold
+        self._held_at = 0.0
         known = published.read() if published is not None else None
         if known is not None:
             log.info("weights %d are published in %s, by the word of an earlier controller", known.version, known.path)
@@ -150,6 +155,7 @@ class ControllerService:
                         self._lease_s,
                     )
                 self._apply(actions)
+                self._keep_hold()
                 await asyncio.sleep(tick_s)
         finally:
             running = [t for tasks in self._tasks.values() for t in tasks]
@@ -157,6 +163,17 @@ class ControllerService:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    def _keep_hold(self) -> None:
+        """Say while a window lasts, to each hub that may have come up since, which engines take part."""
+        window, now = self.state.window, time.monotonic()
+        if window is None:
+            if self._held_at:
+                self._held_at = 0.0
+                self._hold({}, 0.0)
+        elif now - self._held_at >= _HOLD_EVERY_S:
+            self._held_at = now
+            self._hold({engine.cell: engine.generation for engine in window.window.engines}, 4 * _HOLD_EVERY_S)
 
     def on_pools(self, pools: Mapping[str, Sequence[CellAddrs]]) -> None:
         """The address book changed. Called on the loop's thread."""
@@ -361,6 +378,7 @@ class ControllerService:
                 self._window_turn.release()
         except asyncio.TimeoutError as error:
             raise WindowTimeout(f"no weight window within {timeout_s:g} s: {obstacle}") from error
+        self._keep_hold()
         log.info("window %s: begins with %d engines", window.window_id, len(window.engines))
         return msgspec.to_builtins(window)
 

@@ -9,7 +9,7 @@ import secrets
 import socket as os_socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -24,6 +24,7 @@ from miles_hpc.wire.messages import (
     Done,
     Draining,
     FinishRun,
+    HoldCells,
     Message,
     PoolAddrs,
     Progress,
@@ -267,6 +268,11 @@ class HubClient:
         """Tell the hub that this generation of a cell is of no use. Does not wait; repeated until a hub has it."""
         call_id = secrets.token_hex(8)
         self._post(call_id, ReplaceCell(cell=cell, generation=generation, reason=reason, call_id=call_id))
+
+    def hold_cells(self, cells: Mapping[str, Generation], seconds: float) -> None:
+        """Ask the hub to stop none of these generations for an operator until `seconds` passed; 0 releases them."""
+        call_id = secrets.token_hex(8)
+        self._post(call_id, HoldCells(cells=dict(cells), seconds=seconds, call_id=call_id))
 
     def _post(self, call_id: str, message: Message) -> None:
         with self._changed:

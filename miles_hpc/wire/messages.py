@@ -319,6 +319,16 @@ class ReplaceCell(Message, frozen=True):
     """As in FinishRun."""
 
 
+class HoldCells(Message, frozen=True):
+    """From the controller, at the start of a weight window and again while it lasts: what an operator wants stopped
+    among these generations is stopped when the hold is over. Replaces the sender's earlier hold; 0 seconds release."""
+
+    cells: dict[str, Generation]
+    seconds: float
+    call_id: str = ""
+    """As in FinishRun."""
+
+
 # ------------------------------------------------------------------------- hub -> own programs
 class CellAddrs(msgspec.Struct, frozen=True, kw_only=True):
     """A living cell in the address book. Published when all its ports are known, withdrawn when any worker is gone."""
@@ -505,7 +515,7 @@ FromAgent = (
     AgentHello | Heartbeat | FullTable | PortsReserved | WorkerStarted | WorkerReady | WorkerExited | Goodbye
     | DrainRequest | LeaseRenewed
 )  # fmt: skip
-FromClient = ClientHello | ClientHeartbeat | Progress | FinishRun | ReplaceCell
+FromClient = ClientHello | ClientHeartbeat | Progress | FinishRun | ReplaceCell | HoldCells
 FromOperator = (
     GetStatus | GetCells | CancelRun | DrainRun | StopCell | StartCell | RestartCell | GetEvents | GetDump
 )  # fmt: skip

@@ -29,6 +29,7 @@ from miles_hpc.wire.messages import (
     FinishRun,
     Heartbeat,
     HeartbeatSeen,
+    HoldCells,
     Message,
     Refused,
     ReplaceCell,
@@ -249,7 +250,7 @@ class HubSocket:
             return None
         if isinstance(message, Heartbeat | ClientHeartbeat):
             self._receipts.append((peer, HeartbeatSeen(seq=message.seq)))
-        elif isinstance(message, FinishRun | ReplaceCell) and message.call_id:
+        elif isinstance(message, FinishRun | ReplaceCell | HoldCells) and message.call_id:
             self._receipts.append((peer, Done(call_id=message.call_id)))
         return Received(peer, role, message)
 

@@ -15,6 +15,7 @@ from miles_hpc.wire.messages import (
     GetCells,
     GetDump,
     GetEvents,
+    HoldCells,
     ReservePorts,
     RestartCell,
     StartCell,
@@ -166,3 +167,38 @@ def test_old_answers_are_forgotten(run):
     for n in range(600):
         ask(run, StartCell(call_id=f"t{n}", cell="engine-00001"))
     assert len(run.core.answered) <= 256 and "t599" in run.core.answered
+
+
+@pytest.fixture
+def windowed(fleet, pool):
+    """A run whose controller holds engine-00000 for a weight window."""
+    made = fleet(pool("engine", num_cells=2), pool("controller"))
+    made.controller = made.client("controller-00000-00000")
+    made.receive(made.controller, HoldCells(cells={"engine-00000": G1}, seconds=20.0))
+    made.clear()
+    return made
+
+
+def test_an_order_to_stop_a_cell_of_a_weight_window_waits_for_its_end(windowed):
+    assert ask(windowed, stop()) == Done(call_id="s")
+    windowed.pass_time(5)
+    assert windowed.orders(StopWorker) == []
+    windowed.receive(windowed.controller, HoldCells(cells={}, seconds=0.0))
+    windowed.settle()
+    assert windowed.phases()["engine-00000"] == "stopped"
+
+
+def test_other_cells_are_stopped_meanwhile_and_a_hold_ends_by_itself(windowed):
+    ask(windowed, stop(call_id="a", cell="engine-00001"))
+    assert windowed.phases()["engine-00001"] == "stopped"
+    ask(windowed, stop(call_id="b"))
+    assert windowed.phases()["engine-00000"] == "ready"
+    windowed.pass_time(25)
+    assert windowed.phases()["engine-00000"] == "stopped"
+
+
+def test_an_order_that_waited_for_a_cell_that_went_on_by_itself_is_dropped(windowed):
+    ask(windowed, RestartCell(call_id="r", cell="engine-00000", generation=G1))
+    windowed.die("engine-00000-00000")
+    windowed.pass_time(25)
+    assert windowed.phases()["engine-00000"] == "ready" and windowed.cell("engine-00000").generation == G2
