@@ -79,6 +79,13 @@ class Board:
         self.seats: dict[Peer, Seat] = {}
         self._groups: dict[str, _Group] = {}
         self._pending: deque[str] = deque()
+        self._adopting_until: float | None = None
+        self._claims: dict[str, Peer] = {}
+
+    def adopt(self, until: float) -> None:
+        """A new executor in a living incarnation: until then workers say what they hold, and nothing is dispatched to
+        others; whoever holds a group gets it, now or when it is added."""
+        self._adopting_until = until
 
     # ------------------------------------------------------------------------------------------ work
     def add(self, groups: Iterable[str], *, counted: bool = True) -> list[Action]:
@@ -90,7 +97,18 @@ class Board:
             self._pending.extend(names)
         else:
             self._pending.extendleft(reversed(names))
-        return self._pump()
+        claimed = [(name, self._claims.pop(name)) for name in names if name in self._claims]
+        actions = [self._to_holder(name, peer) for name, peer in claimed if peer in self.seats]
+        return [*actions, *self._pump()]
+
+    def _to_holder(self, name: str, peer: Peer) -> Action:
+        """Lease a pending group to the worker that runs or keeps it; told to run it, it only sends what it has."""
+        self._pending.remove(name)
+        group, seat = self._groups[name], self.seats[peer]
+        group.state, group.holder = "leased", peer
+        seat.leases.add(name)
+        self._count_dispatch(group)
+        return Run(peer, name)
 
     def settle(self, groups: Collection[str], how: Ending, reason_dropped: str = "") -> list[Action]:
         """Groups whose story ends: forget them, count the open ones, free them at the workers. Unknown ids are ignored.
@@ -133,6 +151,9 @@ class Board:
         if seat is None:
             return False, []
         seat.heard = now
+        if group is None and self._adopting_until is not None:
+            self._claims[name] = peer  # asked for again once somebody wants it
+            return False, []
         if group is None or group.state == "received":
             # A repeat by the worker that keeps it is its lost acknowledgement, not a second result.
             known = group is not None and group.holder == peer
@@ -210,9 +231,14 @@ class Board:
 
     def _reconcile(self, seat: Seat, holds: Collection[str]) -> list[Action]:
         unwanted: list[str] = []
+        actions: list[Action] = []
         for name in sorted(holds):
             group = self._groups.get(name)
-            if group is None or (group.holder not in (None, seat.peer) and group.state == "received"):
+            if self._adopting_until is not None and group is None:
+                self._claims[name] = seat.peer
+            elif self._adopting_until is not None and group is not None and group.state == "pending":
+                actions.append(self._to_holder(name, seat.peer))
+            elif group is None or (group.holder not in (None, seat.peer) and group.state == "received"):
                 unwanted.append(name)
             elif group.state == "pending" and seat.worker in group.lost_by:
                 self._pending.remove(name)
@@ -220,7 +246,7 @@ class Board:
                 self._count_drop(group, "lost", -1)
                 group.state, group.holder = "leased", seat.peer
                 seat.leases.add(name)
-        return [Free(seat.peer, tuple(unwanted), "superseded")] if unwanted else []
+        return [*actions, *([Free(seat.peer, tuple(unwanted), "superseded")] if unwanted else [])]
 
     def on_lost(self, peer: Peer) -> list[Action]:
         """A worker process is gone: its groups are dispatched again."""
@@ -232,11 +258,19 @@ class Board:
 
     def on_tick(self, now: float) -> list[Action]:
         """Dispatch the groups of workers that have been silent for too long again; they may still deliver."""
+        actions: list[Action] = []
+        if self._adopting_until is not None and now > self._adopting_until:
+            self._adopting_until = None
+            unwanted: dict[Peer, list[str]] = {}
+            for name, peer in self._claims.items():
+                unwanted.setdefault(peer, []).append(name)
+            actions = [Free(peer, tuple(names), "superseded") for peer, names in unwanted.items() if peer in self.seats]
+            self._claims.clear()
         for seat in self.seats.values():
             if not seat.silent and now - seat.heard > self._lease_s:
                 seat.silent = True
                 self._release(seat)
-        return self._pump()
+        return [*actions, *self._pump()]
 
     def _leave(self, seat: Seat) -> None:
         self.seats.pop(seat.peer, None)
@@ -257,7 +291,7 @@ class Board:
     # ------------------------------------------------------------------------------------------ counting
     def _pump(self) -> list[Action]:
         actions: list[Action] = []
-        while self._pending:
+        while self._pending and self._adopting_until is None:
             free = [seat for seat in self.seats.values() if not seat.silent and len(seat.leases) < seat.credits]
             if not free:
                 break
@@ -282,6 +316,10 @@ class Board:
     def open_dispatches(self) -> int:
         """Counted groups that are leased or received."""
         return sum(group.counted and group.state != "pending" for group in self._groups.values())
+
+    def claimed(self, name: str) -> bool:
+        """Whether a worker holds this group and nobody has asked for it yet."""
+        return name in self._claims
 
     def holder(self, name: str) -> Peer | None:
         """Who runs a group now."""

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from miles_hpc.transport.carriers import Carrier, ParcelRef
 from miles_hpc.wire.address import HostAndPort
 
 if TYPE_CHECKING:
     from miles_hpc.rollout.convert import TrainBatch
+    from miles_hpc.transport.carriers import Carrier, ParcelRef
     from miles_hpc.wire.client import HubClient
 
 POOL = "executor"
 _ANSWER_MARGIN_S = 10.0
+_WATCH_S, _WATCH_TIMEOUT_S = 1.0, 5.0
+_AGAIN_S = 0.2
+_PULL_S = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +37,18 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     """Generated tokens (loss mask 1) of all samples."""
     metrics: dict[str, float] = {}
     seconds: float = 0.0
+    weight_version: int = 0
+    place: dict[str, Any] = {}
+    """Where the data order stands after it; a `DataState`."""
+
+
+class Announced(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout that was generated and not yet committed, as the driver says it to a new executor."""
+
+    rollout_id: int
+    weight_version: int
+    groups: list[str]
+    place: dict[str, Any]
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +84,9 @@ def executor_address(hub: HubClient) -> HostAndPort | None:
 class ExecutorClient:
     """The driver's end. Every call names the training incarnation that `open` began.
 
+    An executor that is lost and comes back empty is told which rollouts there are, and goes on with them: calls that
+    were under way are made again. Nothing that workers hold is generated again, nothing is delivered twice.
+
     Raises (all calls):
         RpcTimeout, RpcUnreachable: no answer in `timeout_s`.
         RpcRemoteError: the executor refused, e.g. `StaleIncarnation`, `RolloutFailed`, `RewardsFailing`.
@@ -76,6 +99,10 @@ class ExecutorClient:
         self._timeout_s = timeout_s
         self._rollout_timeout_s = rollout_timeout_s
         self._incarnation = 0
+        self._state: dict[str, Any] | None = None
+        self._prepared: dict[int, dict[str, Any]] = {}
+        self._announced: dict[int, Announced] = {}
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def incarnation(self) -> int:
@@ -92,9 +119,35 @@ class ExecutorClient:
         Returns:
             {prompts, heldout}: sizes of the data sets.
         """
-        answer = await self._rpc.call("open", {"incarnation": incarnation, "state": state}, timeout_s=self._timeout_s)
-        self._incarnation = incarnation
+        params = {"incarnation": incarnation, "state": state}
+        answer = await self._rpc.call("open", params, timeout_s=self._timeout_s)
+        self._incarnation, self._state = incarnation, state
+        self._announced.clear()
+        self._prepared.clear()
+        if self._watch is None:
+            self._watch = asyncio.ensure_future(self._watch_executor())
         return dict(answer)
+
+    async def _watch_executor(self) -> None:
+        """Ranks may wait for an executor that waits to be told: look, while the driver makes no call itself."""
+        from miles_hpc.wire.rpc import RpcError
+
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                if not await self._rpc.call("hello", {}, timeout_s=_WATCH_TIMEOUT_S):
+                    await self._announce()
+            except RpcError as error:
+                log.debug("the executor does not answer: %s", error)
+
+    async def _announce(self) -> None:
+        log.warning("the executor is a new one: %d rollouts are announced to it", len(self._announced))
+        params = {
+            "incarnation": self._incarnation,
+            "state": self._state,
+            "announced": msgspec.to_builtins([self._announced[number] for number in sorted(self._announced)]),
+        }
+        await self._rpc.call("open", params, timeout_s=self._timeout_s)
 
     async def generate(self, rollout_id: int, weight_version: int) -> RolloutResult:
         """Generate and score one batch. Asked again with the same id, the same rollout is returned.
@@ -102,7 +155,14 @@ class ExecutorClient:
         The executor bounds this by sample deadlines and by its limits on failures, and logs progress every 10 s.
         """
         answer = await self._call("generate", rollout_id=rollout_id, weight_version=weight_version, long=True)
-        return msgspec.convert(answer, RolloutResult)
+        result = msgspec.convert(answer, RolloutResult)
+        self._announced[rollout_id] = Announced(
+            rollout_id=rollout_id,
+            weight_version=result.weight_version,
+            groups=result.groups,
+            place=result.place,
+        )
+        return result
 
     async def evaluate(self, weight_version: int, limit: int = 0) -> EvalResult:
         """Evaluate the held-out prompts, the first `limit` of them (0: all)."""
@@ -111,11 +171,15 @@ class ExecutorClient:
 
     async def prepare_commit(self, rollout_id: int) -> CommitData:
         """What a commit after `rollout_id` must hold. Changes nothing; may be asked again."""
-        return msgspec.convert(await self._call("prepare_commit", rollout_id=rollout_id), CommitData)
+        data = msgspec.convert(await self._call("prepare_commit", rollout_id=rollout_id, long=True), CommitData)
+        self._prepared[rollout_id] = data.data_state
+        return data
 
     async def committed(self, rollout_id: int) -> None:
         """The commit is durable: free its groups here and at the workers. May be sent again."""
         await self._call("committed", rollout_id=rollout_id)
+        self._state = self._prepared.pop(rollout_id, self._state)
+        self._announced = {number: one for number, one in self._announced.items() if number > rollout_id}
 
     async def counts(self, *, final: bool = False) -> dict[str, Any]:
         """{dispatched, committed, returned, dropped: {reason: n}, in_flight}; dispatched is the sum of the rest.
@@ -126,11 +190,36 @@ class ExecutorClient:
         return dict(await self._call("counts", final=final))
 
     async def _call(self, method: str, *, long: bool = False, **params: Any) -> Any:
+        from miles_hpc.wire.rpc import RpcRemoteError, RpcUnreachable
+
         timeout_s = self._rollout_timeout_s if long else self._timeout_s
-        return await self._rpc.call(method, {"incarnation": self._incarnation, **params}, timeout_s=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await self._rpc.call(
+                    method, {"incarnation": self._incarnation, **params}, timeout_s=deadline - time.monotonic()
+                )
+            except RpcUnreachable as error:
+                # Every call may be made twice; the executor that got it may be gone.
+                if time.monotonic() + _AGAIN_S >= deadline:
+                    raise
+                log.warning("the executor is lost in %s: %s", method, error)
+            except RpcRemoteError as error:
+                if not _is_new(error) or not self._incarnation or time.monotonic() + _AGAIN_S >= deadline:
+                    raise
+                await self._announce()
+            await asyncio.sleep(_AGAIN_S)
 
     async def close(self) -> None:
+        """Close the connection."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         await self._rpc.close()
+
+
+def _is_new(error: Exception) -> bool:
+    return "NotOpened" in str(error)
 
 
 class BatchReader:
@@ -174,6 +263,8 @@ class BatchReader:
             RpcTimeout, RpcUnreachable: no answer at all.
         """
         from miles_hpc.rollout.convert import TrainBatch
+        from miles_hpc.transport.bulk import BulkError
+        from miles_hpc.transport.carriers import ParcelRef
 
         params = {
             "incarnation": self.incarnation,
@@ -182,20 +273,45 @@ class BatchReader:
             "dp_size": dp_size,
             "timeout_s": timeout_s,
         }
-        answer, frames = self._rpc.call_frames("get", params, timeout_s=timeout_s + _ANSWER_MARGIN_S)
-        if frames:
-            return TrainBatch.from_parcel(frames[0])
-        ref = msgspec.convert(answer, ParcelRef)
-        self._fetched[rollout_id, dp_rank] = ref
-        return TrainBatch.from_parcel(self._inbox.fetch(ref, timeout_s))
+        deadline = time.monotonic() + timeout_s
+        while True:
+            answer, frames = self._call("get", params, deadline - time.monotonic() + _ANSWER_MARGIN_S)
+            if frames:
+                return TrainBatch.from_parcel(frames[0])
+            ref = msgspec.convert(answer, ParcelRef)
+            self._fetched[rollout_id, dp_rank] = ref
+            try:
+                memory = self._inbox.fetch(ref, min(_PULL_S, deadline - time.monotonic()))
+            except BulkError as error:
+                # Of an executor that is gone by now; the next one offers the shard anew.
+                if time.monotonic() + _AGAIN_S >= deadline:
+                    raise
+                log.warning("shard %d of rollout %d did not come: %s", dp_rank, rollout_id, error)
+                continue
+            return TrainBatch.from_parcel(memory)
 
     def ack(self, rollout_id: int, dp_rank: int, timeout_s: float = 60.0) -> None:
         """The shard is used up; the executor may free it. May be sent again."""
         params = {"incarnation": self.incarnation, "rollout_id": rollout_id, "dp_rank": dp_rank}
-        self._rpc.call("ack", params, timeout_s=timeout_s)
+        self._call("ack", params, timeout_s)
         ref = self._fetched.pop((rollout_id, dp_rank), None)
         if ref is not None:
             self._inbox.release(ref)
+
+    def _call(self, method: str, params: dict[str, Any], timeout_s: float) -> tuple[Any, list[memoryview]]:
+        """A call that is made again while a lost executor comes back."""
+        from miles_hpc.wire.rpc import RpcRemoteError, RpcUnreachable
+
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._rpc.call_frames(method, params, timeout_s=deadline - time.monotonic())
+            except (RpcUnreachable, RpcRemoteError) as error:
+                again = isinstance(error, RpcUnreachable) or _is_new(error)
+                if not again or time.monotonic() + _AGAIN_S >= deadline:
+                    raise
+                log.warning("the executor is lost in %s: %s", method, error)
+            time.sleep(_AGAIN_S)
 
     def close(self) -> None:
         """Close the connections."""

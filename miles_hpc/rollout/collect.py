@@ -16,6 +16,10 @@ class StaleIncarnation(RuntimeError):
     """The caller belongs to another training incarnation than the one that was opened last."""
 
 
+class NotOpened(StaleIncarnation):
+    """This executor has begun no incarnation yet: it is new, and the driver must say what there is."""
+
+
 class RolloutFailed(RuntimeError):
     """Too many groups of a rollout were dropped; the text holds the reasons and the last failure."""
 

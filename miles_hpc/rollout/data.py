@@ -15,7 +15,7 @@ import numpy as np
 from miles_hpc.config.check import split_slice
 from miles_hpc.config.schema import DataConfig, ReasoningGymConfig
 from miles_hpc.rollout.functions import load_function
-from miles_hpc.rollout.sample import GroupSpec, Messages, group_id
+from miles_hpc.rollout.sample import GroupSpec, Messages, group_id, parse_group_id
 from miles_hpc.transport.columns import Array
 
 
@@ -312,6 +312,12 @@ class DataSource:
             self._offset += 1
         return groups
 
+    def spec(self, name: str) -> GroupSpec:
+        """The group of an id, as `next` hands it out."""
+        epoch, index = parse_group_id(name)
+        order = self._order if epoch == self._epoch else self._order_of(epoch)
+        return GroupSpec(id=name, epoch=epoch, index=index, prompt_index=int(order[index]))
+
     def give_back(self, groups: list[GroupSpec]) -> None:
         """Groups that were not used; they are handed out again before new ones, in data order."""
         self._buffer = sorted([*self._buffer, *groups], key=lambda group: (group.epoch, group.index))
@@ -336,4 +342,7 @@ class DataSource:
 
     def _start_epoch(self, epoch: int, offset: int) -> None:
         self._epoch, self._offset = epoch, offset
-        self._order = epoch_order(self._rows, self._seed, epoch) if self._shuffle else np.arange(self._rows)
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> Array:
+        return epoch_order(self._rows, self._seed, epoch) if self._shuffle else np.arange(self._rows)

@@ -39,6 +39,8 @@ from miles_hpc.wire.messages import CellAddrs
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_ADOPT_S = 3.0
+"""How long a new executor waits for its workers to come back before it has anything done again."""
 _COPY_BELOW = 64 * 1024
 
 
@@ -70,6 +72,8 @@ class Dispatcher:
         self._orders: dict[str, RunGroup] = {}
         self._collectors: dict[str, Collector] = {}
         self._stages: dict[str, Stage] = {}
+        self._waiting: dict[bytes, WorkHello] = {}
+        """Hellos that came before any incarnation began."""
         self._in_book: set[bytes] = set()
         """Workers whose generation the address book has shown: only these can leave it."""
         self._failure: asyncio.Future[None] = self._loop.create_future()
@@ -107,12 +111,13 @@ class Dispatcher:
         self._server.close()
 
     # ------------------------------------------------------------------------------------------ executor's side
-    def begin(self, incarnation: int, counts: Accounts) -> None:
+    def begin(self, incarnation: int, counts: Accounts, *, adopt: bool = False) -> None:
         """Supersede all open work and begin an incarnation.
 
         Args:
             counts: of the commit that it begins from. A process that was there has counted more since; of what it took
                 for open, the commit may hold some.
+            adopt: the incarnation is a living one, whose executor was lost: what workers hold of it is taken over.
         """
         for collector in set(self._collectors.values()):
             collector.fail(StaleIncarnation(f"{collector.what} was ended by training incarnation {incarnation}"))
@@ -130,6 +135,11 @@ class Dispatcher:
         self._incarnation = incarnation
         for peer in self._board.seats:
             self._server.send(peer, WorkWelcome(incarnation=incarnation))
+        if adopt:
+            self._board.adopt(self._loop.time() + _ADOPT_S)
+        waiting, self._waiting = self._waiting, {}
+        for peer, hello in waiting.items():
+            self._on_hello(peer, hello, self._loop.time())
 
     def dispatch(self, orders: Sequence[RunGroup], collector: Collector, *, counted: bool = True) -> None:
         """Have these groups run; their ends are told to the collector."""
@@ -217,6 +227,10 @@ class Dispatcher:
                 self._on_failed(peer, message, now)
 
     def _on_hello(self, peer: bytes, hello: WorkHello, now: float) -> None:
+        if not self._incarnation:
+            # Nothing is known yet, so nothing can be said about what the worker holds.
+            self._waiting[peer] = hello
+            return
         log.info("rollout worker %s g%s (pid %d) is connected", hello.worker, hello.generation, hello.pid)
         self._server.send(peer, WorkWelcome(incarnation=self._incarnation))
         holds = hello.holds if hello.incarnation == self._incarnation else []
@@ -238,7 +252,8 @@ class Dispatcher:
                 )
                 return
         first, actions = self._board.on_done(peer, done.group, now)
-        self._server.send(peer, GroupReceived(incarnation=self._incarnation, group=done.group))
+        if not self._board.claimed(done.group):
+            self._server.send(peer, GroupReceived(incarnation=self._incarnation, group=done.group))
         if first and order is not None:
             self._collectors[done.group].on_result(done.group, batch, done.reward_calls)
             self._forget(done.group)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ import numpy as np
 
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.accounts import Accounts
-from miles_hpc.rollout.client import CommitData, RolloutResult
-from miles_hpc.rollout.collect import StaleIncarnation
+from miles_hpc.rollout.client import Announced, CommitData, RolloutResult
+from miles_hpc.rollout.collect import Collector, NotOpened, RolloutFailed, StaleIncarnation
 from miles_hpc.rollout.convert import TrainData
 from miles_hpc.rollout.data import DataSource, DataState, Prompts, open_source
 from miles_hpc.rollout.debug import load_rollout, save_rollout
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.evaluate import Evaluator
 from miles_hpc.rollout.metrics import rollout_metrics
-from miles_hpc.rollout.producer import AsyncProducer, Produced, Producer, SyncProducer
+from miles_hpc.rollout.producer import AsyncProducer, Produced, Producer, SyncProducer, progress
 from miles_hpc.rollout.published import PublishedVersions
 from miles_hpc.rollout.sample import GroupSpec, group_digest, group_versions
 from miles_hpc.rollout.work_messages import RunGroup
@@ -101,6 +101,7 @@ class Executor:
     def methods(self) -> Mapping[str, Callable[[Any, list[memoryview]], Any]]:
         """What the `rpc` port serves."""
         return {
+            "hello": self.hello,
             "open": self.open,
             "generate": self.generate,
             "evaluate": self.evaluate,
@@ -113,21 +114,32 @@ class Executor:
 
     def _check(self, params: Mapping[str, Any]) -> None:
         asked = params["incarnation"]
+        if not self._incarnation:
+            raise NotOpened("this executor has begun no training incarnation yet")
         if asked != self._incarnation or not asked:
             here = self._incarnation or "none yet"
             raise StaleIncarnation(f"this call is of training incarnation {asked}; the executor is in {here}")
 
     # ------------------------------------------------------------------------------------------ driver
+    async def hello(self, params: Any, frames: list[memoryview]) -> int:
+        """The incarnation that is open here; 0 for none."""
+        return self._incarnation
+
     async def open(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
-        """Begin an incarnation at a committed state."""
+        """Begin an incarnation at a committed state; with `announced`, go on with one whose executor was lost."""
         incarnation: int = params["incarnation"]
+        announced: list[Announced] | None = None
+        if params.get("announced") is not None:
+            if incarnation == self._incarnation:
+                return {}  # this executor was never lost, or has been told already
+            announced = msgspec.convert(params["announced"], list[Announced])
         if incarnation < max(1, self._incarnation):
             here = self._incarnation or "none yet"
             raise StaleIncarnation(f"incarnation {incarnation} cannot be opened; the executor is in {here}")
         state = dict(params["state"] or {})
         counts = msgspec.convert(state.pop("counts", {}), Accounts)
         place = msgspec.convert(state, DataState)
-        self._dispatcher.begin(incarnation, counts)
+        self._dispatcher.begin(incarnation, counts, adopt=announced is not None)
         self._incarnation = incarnation
         # The calls of the incarnation before have an error now, and give their prompts back before the place is set.
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
@@ -140,6 +152,10 @@ class Executor:
         async with self._finished:
             self._finished.notify_all()
         log.info("training incarnation %d begins at epoch %d, offset %d", incarnation, place.epoch, place.offset)
+        for one in announced or []:
+            log.info("rollout %d is put together again from what the workers hold", one.rollout_id)
+            self._begin_call(one.rollout_id, self._adopt(one))
+            self._source.restore(msgspec.convert(one.place, DataState))
         return {"prompts": len(self._prompts), "heldout": self._evaluator.heldout}
 
     async def generate(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
@@ -150,11 +166,35 @@ class Executor:
             return _plain(self._rollouts[rollout_id].result)
         call = self._calls.get(rollout_id)
         if call is None:
-            call = asyncio.ensure_future(self._generate(rollout_id, params["weight_version"]))
-            self._calls[rollout_id] = call
-            call.add_done_callback(lambda _: self._calls.pop(rollout_id, None))
+            call = self._begin_call(rollout_id, self._generate(rollout_id, params["weight_version"]))
         # Shielded: the caller may be gone and ask again.
         return _plain(await asyncio.shield(call))
+
+    def _begin_call(self, rollout_id: int, work: Coroutine[Any, Any, RolloutResult]) -> asyncio.Task[RolloutResult]:
+        call = asyncio.ensure_future(work)
+        self._calls[rollout_id] = call
+        call.add_done_callback(lambda _: self._calls.pop(rollout_id, None))
+        return call
+
+    async def _adopt(self, announced: Announced) -> RolloutResult:
+        """A rollout of a lost executor: the same groups, from whoever holds them; only what nobody holds is done again.
+
+        Raises:
+            RolloutFailed: one of its groups failed; a rank may have pulled it, so no other can take its place.
+        """
+        self._published.tell(announced.weight_version)
+        self._version = max(self._version, announced.weight_version)
+        specs = [self._source.spec(name) for name in announced.groups]
+        collector = Collector(f"rollout {announced.rollout_id}, announced again")
+        self._dispatcher.dispatch([self._order(spec, announced.weight_version) for spec in specs], collector)
+        while collector.open:
+            await progress(collector, self._dispatcher)
+        if collector.dropped:
+            raise RolloutFailed(f"{collector.what}: {dict(collector.dropped)}: {collector.last_failure}")
+        batches = [collector.results[spec.id] for spec in specs]
+        place = msgspec.convert(announced.place, DataState)
+        produced = Produced(specs=specs, batches=batches, place=place, metrics={})
+        return await self._hold(announced.rollout_id, announced.weight_version, produced, 0.0)
 
     async def _generate(self, rollout_id: int, weight_version: int) -> RolloutResult:
         if weight_version < self._version:
@@ -166,9 +206,12 @@ class Executor:
             produced, weight_version = load_rollout(Path(self._config.rollout.load_debug), rollout_id)
         else:
             produced = await self._producer.produce(rollout_id, weight_version)
-        finished = self._finish(rollout_id, weight_version, produced, time.monotonic() - started)
         if self._config.rollout.save_debug:
             await asyncio.to_thread(save_rollout, self._run_dir / "rollouts", rollout_id, weight_version, produced)
+        return await self._hold(rollout_id, weight_version, produced, time.monotonic() - started)
+
+    async def _hold(self, rollout_id: int, weight_version: int, produced: Produced, seconds: float) -> RolloutResult:
+        finished = self._finish(rollout_id, weight_version, produced, seconds)
         self._rollouts[rollout_id] = finished
         async with self._finished:
             self._finished.notify_all()
@@ -207,6 +250,8 @@ class Executor:
             tokens=data.total_response_tokens,
             metrics={**rollout_metrics(produced.batches, data.generations), **produced.metrics},
             seconds=seconds,
+            weight_version=weight_version,
+            place=msgspec.to_builtins(produced.place),
         )
         return _Rollout(result, data, produced.specs, ledger, produced.place)
 
@@ -221,6 +266,8 @@ class Executor:
     async def prepare_commit(self, params: Any, frames: list[memoryview]) -> dict[str, Any]:
         """What a commit after this rollout must hold."""
         self._check(params)
+        if params["rollout_id"] in self._calls:
+            await asyncio.shield(self._calls[params["rollout_id"]])
         rollouts = self._until(params["rollout_id"])
         committing = 0 if self._config.rollout.load_debug else sum(len(rollout.specs) for rollout in rollouts)
         accounts = self._dispatcher.accounts.settled(committing)

@@ -114,6 +114,16 @@ def group_id(epoch: int, index: int) -> str:
     return f"e{epoch:05d}-i{index:09d}"
 
 
+def parse_group_id(name: str) -> tuple[int, int]:
+    """Data epoch and place of a `group_id`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    epoch, _, index = name.partition("-i")
+    return int(epoch.removeprefix("e")), int(index)
+
+
 def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample_index: int) -> int:
     """Sampling seed in 0 … 2^31 - 1: a pure function, so that a healed run draws the same tokens."""
     text = f"{run_seed}/{epoch}/{prompt_index}/{sample_index}"

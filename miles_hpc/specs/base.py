@@ -10,7 +10,8 @@ from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import PortInfo, Probe
 
 TRAINING_GROUP = "training"
-"""Driver, executor and trainer: one training incarnation, which goes back to the last commit as a whole."""
+"""Driver and trainer go back to the last commit together, and the executor with them: the driver tells it so. An
+executor that is lost alone comes back alone, and goes on from what the driver knows and the workers hold."""
 
 
 @dataclass(frozen=True, kw_only=True)

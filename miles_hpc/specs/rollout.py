@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from miles_hpc.config.schema import Config
-from miles_hpc.specs.base import TRAINING_GROUP, CommandWorkerSpec, SchedulingSpec
+from miles_hpc.specs.base import CommandWorkerSpec, SchedulingSpec
 from miles_hpc.specs.own import own_spec, timed_probe
 from miles_hpc.wire.messages import PortInfo
 
@@ -30,6 +30,5 @@ def executor_spec(config: Config) -> CommandWorkerSpec:
         scheduling=SchedulingSpec(num_cpus_per_worker=0.5, avoid_hub_node=True),
         port_infos=(PortInfo(name="rpc"), PortInfo(name="work"), PortInfo(name="bulk")),
         probe=timed_probe(config, "tcp", "rpc", counts=True),
-        group=TRAINING_GROUP,
         state="stateful",
     )

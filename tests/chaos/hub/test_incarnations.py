@@ -1,4 +1,4 @@
-"""A dead driver, executor or trainer rank costs the steps since the last commit, never the run."""
+"""A dead driver or trainer rank costs the steps since the last commit, never the run; a dead executor costs nothing."""
 
 import pytest
 
@@ -10,7 +10,7 @@ STEPS = "steps=24"
 def test_each_part_of_the_training_incarnation_may_die(smoke, undisturbed):
     run = smoke(STEPS)
     engines = None
-    for step, victim in ((4, "driver-00000-00000"), (9, "executor-00000-00000"), (14, "trainer-00000-00001")):
+    for step, victim in ((4, "driver-00000-00000"), (14, "trainer-00000-00001")):
         run.reach(step)
         engines = engines or run.pids("engine-policy-0")
         driver, before = run.pid("driver-00000-00000"), run.kill(victim)
@@ -21,6 +21,22 @@ def test_each_part_of_the_training_incarnation_may_die(smoke, undisturbed):
     assert summary["outcome"] == "finished" and summary["attempt"] == 0, run.tail()
     assert run.ledger() == undisturbed(STEPS)
     groups = summary["groups"]
+    assert groups["dispatched"] == groups["committed"] + groups["returned"] + sum(groups["dropped"].values())
+
+
+def test_a_dead_executor_is_healed_alone_and_no_step_is_done_again(smoke, undisturbed):
+    run = smoke(STEPS, "train.save_every=8")
+    run.reach(4)
+    driver, trainer = run.pids("driver"), run.pids("trainer")
+    run.pid("executor-00000-00000", other_than=run.kill("executor-00000-00000"))
+    run.reach(12)
+    assert (run.pids("driver"), run.pids("trainer")) == (driver, trainer)
+    summary = run.end()
+    assert summary["outcome"] == "finished", run.tail()
+    assert [row["step"] for row in run.metrics()] == list(range(1, 25))
+    assert run.ledger() == undisturbed(STEPS)
+    groups = summary["groups"]
+    assert groups["committed"] == 24 * 8
     assert groups["dispatched"] == groups["committed"] + groups["returned"] + sum(groups["dropped"].values())
 
 

@@ -84,3 +84,13 @@ def rows():
 
 def only_even(samples):
     return samples[0].prompt_index % 2 == 0, "odd prompt!"
+
+
+async def counted(sample, context):
+    """Leaves a line for each time that it begins; waits while SCRIPT_DIR/hold is there."""
+    place = Path(os.environ["SCRIPT_DIR"])
+    with (place / "begun").open("a") as file:
+        file.write(f"{sample.group}.{sample.index}\n")
+    while (place / "hold").exists():  # noqa: ASYNC110 - the test is another process
+        await asyncio.sleep(0.01)
+    fill(sample, [sample.seed % 1000, sample.index])

@@ -71,7 +71,7 @@ def test_every_pool_is_healed_and_the_training_incarnation_as_one():
         "engine": healed,
         "rollout-worker": healed,
         "controller": ("stateful", ""),
-        "executor": incarnation,
+        "executor": ("stateful", ""),
         "trainer": incarnation,
         "driver": incarnation,
     }
