@@ -22,9 +22,6 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 _encoder = msgspec.msgpack.Encoder()
-_to_hub: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.ToHub)
-_between_agents: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.BetweenAgents)
-_from_hub: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.FromHub)
 
 # msgspec reports malformed input by its own errors; the others come from values that no struct of ours can hold
 # (an unhashable key or a 1000-fold nesting inside a field of type Any, a timestamp outside datetime's range).
@@ -87,7 +84,7 @@ def decode_to_hub(frames: Sequence[Buffer], run_id: str) -> Message:
     Raises:
         DecodeError: when the frames are anything else.
     """
-    return _decode(_to_hub, frames, run_id)
+    return _decode(_decoder("ToHub"), frames, run_id)
 
 
 def decode_from_hub(frames: Sequence[Buffer], run_id: str) -> Message:
@@ -96,7 +93,7 @@ def decode_from_hub(frames: Sequence[Buffer], run_id: str) -> Message:
     Raises:
         DecodeError: when the frames are anything else.
     """
-    return _decode(_from_hub, frames, run_id)
+    return _decode(_decoder("FromHub"), frames, run_id)
 
 
 def decode_from_peer(frames: Sequence[Buffer], run_id: str) -> Message:
@@ -105,7 +102,13 @@ def decode_from_peer(frames: Sequence[Buffer], run_id: str) -> Message:
     Raises:
         DecodeError: when the frames are anything else.
     """
-    return _decode(_between_agents, frames, run_id)
+    return _decode(_decoder("BetweenAgents"), frames, run_id)
+
+
+@functools.cache
+def _decoder(union: str) -> msgspec.msgpack.Decoder[Any]:
+    """Made when it is first needed, since most processes read one direction only. `union` is a name in `messages`."""
+    return msgspec.msgpack.Decoder(getattr(messages, union))
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer], run_id: str) -> Message:
