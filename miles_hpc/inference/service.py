@@ -15,6 +15,7 @@ import msgspec
 
 from miles_hpc.inference import controller as decisions
 from miles_hpc.inference import health
+from miles_hpc.inference.book import engines_in, routers_in
 from miles_hpc.inference.engine_api import EngineApi, EngineError, EngineRefused
 from miles_hpc.inference.published import PublishedFile
 from miles_hpc.inference.router_api import RouterApi, RouterError
@@ -25,7 +26,6 @@ from miles_hpc.wire.messages import CellAddrs
 
 log = logging.getLogger(__name__)
 
-ENGINE_POOLS, ROUTER_POOLS = "engine-", "router-"
 _HEALTH_POLL_S = 0.1
 _REGISTER_POLL_S = 0.05
 _FAILURE_PAUSE_S = 1.0
@@ -33,55 +33,8 @@ _PROGRESS_S = 10.0
 _HOLD_EVERY_S = 5.0
 
 
-def engines_in(pools: Mapping[str, Sequence[CellAddrs]]) -> list[EngineInfo]:
-    """The engines of an address book; worker 0 of a cell is the one that is called."""
-    return [
-        EngineInfo(
-            cell=cell.cell,
-            generation=cell.generation,
-            url=_url(cell),
-            gpu_offset=int(cell.meta.get("gpu_offset", 0)),
-            ranks=int(cell.meta.get("ranks", 1)),
-        )
-        for pool, cells in pools.items()
-        if pool.startswith(ENGINE_POOLS)
-        for cell in cells
-    ]
-
-
-def routers_in(pools: Mapping[str, Sequence[CellAddrs]]) -> dict[str, tuple[Generation, str]]:
-    """The routers of an address book: cell -> (generation, url)."""
-    return {
-        cell.cell: (cell.generation, _url(cell))
-        for pool, cells in pools.items()
-        if pool.startswith(ROUTER_POOLS)
-        for cell in cells
-        if _url(cell)
-    }
-
-
-def router_url_in(pools: Mapping[str, Sequence[CellAddrs]]) -> str | None:
-    """Where to send `/generate`: the first router that is ready, or None."""
-    for pool in sorted(pools):
-        if pool.startswith(ROUTER_POOLS):
-            for cell in pools[pool]:
-                if cell.ready and _url(cell):
-                    return _url(cell)
-    return None
-
-
-def engine_urls_in(pools: Mapping[str, Sequence[CellAddrs]]) -> dict[tuple[str, Generation], str]:
-    """The engines of an address book, for `GenerateClient`."""
-    return {(engine.cell, engine.generation): engine.url for engine in engines_in(pools) if engine.url}
-
-
 def _owner(named: Any) -> decisions.Owner | None:
     return decisions.Owner(str(named[0]), Generation.parse(named[1])) if named else None
-
-
-def _url(cell: CellAddrs) -> str:
-    address = cell.workers[0].get("http") if cell.workers else None
-    return "" if address is None else address.addr
 
 
 class ControllerService:

@@ -82,8 +82,8 @@ class Services:
     @functools.cached_property
     def engine(self) -> GenerateClient:
         """Generation through the router."""
+        from miles_hpc.inference.book import engine_urls_in
         from miles_hpc.inference.generate import GenerateClient
-        from miles_hpc.inference.service import engine_urls_in
 
         return GenerateClient(
             self._router_url,

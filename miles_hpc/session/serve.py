@@ -11,9 +11,9 @@ from aiohttp import web
 from miles_hpc.config.load import read_resolved
 from miles_hpc.config.schema import Config
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
+from miles_hpc.inference.book import engine_urls_in, router_url_in
 from miles_hpc.inference.generate import GenerateClient
 from miles_hpc.inference.http_session import open_http
-from miles_hpc.inference.service import engine_urls_in, router_url_in
 from miles_hpc.session.requests import ChatDefaults
 from miles_hpc.session.server import SessionServer
 from miles_hpc.wire.client import HubClient

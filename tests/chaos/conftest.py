@@ -171,11 +171,14 @@ class WholeRun:
 
 
 class SmokeRun(WholeRun):
-    """One `miles-hpc run smoke`, in a process of its own; with `resume` the next attempt of one that has ended."""
+    """One `miles-hpc run smoke`, in a process of its own; with `resume` the next attempt of one that has ended.
 
-    def __init__(self, run_dir: Path, *sets: str, resume: bool = False) -> None:
+    `files` are laid over smoke.
+    """
+
+    def __init__(self, run_dir: Path, *sets: str, resume: bool = False, files: tuple[str, ...] = ()) -> None:
         super().__init__(run_dir)
-        words = [sys.executable, "-m", "miles_hpc.cli", "run", "smoke", "--run-dir", str(run_dir)]
+        words = [sys.executable, "-m", "miles_hpc.cli", "run", "smoke", *files, "--run-dir", str(run_dir)]
         for text in sets:
             words += ["--set", text]
         words += ["--resume"] if resume else []

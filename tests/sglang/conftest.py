@@ -134,3 +134,9 @@ def pair(runtimes: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         yield fleet
     finally:
         fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def whole_runs() -> Any:
+    """The module of whole runs, of the chaos layer."""
+    return by_path("sglang_whole_runs", ROOT / "tests" / "chaos" / "conftest.py")

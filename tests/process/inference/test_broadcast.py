@@ -7,11 +7,11 @@ import time
 import pytest
 
 from miles_hpc.config.schema import Config, InferenceConfig, MakeModelConfig
+from miles_hpc.inference.book import engine_urls_in, router_url_in
 from miles_hpc.inference.broadcast import update_from_sender
 from miles_hpc.inference.client import ControllerClient
 from miles_hpc.inference.generate import GenerateClient, SamplingParams
 from miles_hpc.inference.http_session import open_http
-from miles_hpc.inference.service import engine_urls_in, router_url_in
 from miles_hpc.inference.weights import WeightsNotTaken, update_from_disk
 from miles_hpc.train.make_model import make_model
 from miles_hpc.wire.address import HostAndPort

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from miles_hpc.inference.book import router_url_in
 from miles_hpc.inference.client import ControllerClient
 from miles_hpc.inference.generate import GenerateClient, SamplingParams
 from miles_hpc.inference.http_session import open_http
-from miles_hpc.inference.service import router_url_in
 from miles_hpc.inference.weights import update_from_disk
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]

@@ -5,8 +5,9 @@ import contextlib
 
 import pytest
 
+from miles_hpc.inference.book import engines_in, router_url_in, routers_in
 from miles_hpc.inference.published import PublishedFile
-from miles_hpc.inference.service import ControllerService, engines_in, router_url_in, routers_in
+from miles_hpc.inference.service import ControllerService
 from miles_hpc.inference.weights import update_from_disk
 from miles_hpc.inference.windows import ServingTimeout, Window, WindowLost, WindowTimeout
 from miles_hpc.wire.address import HostAndPort

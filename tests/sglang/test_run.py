@@ -1,0 +1,79 @@
+"""Whole runs on the real SGLang, started as a user would, under the real hub and agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_hpc.wire.security import load_http_key
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
+
+COMMON = (
+    "steps=4",
+    "model.make.hidden_size=64",
+    "model.make.heads=4",
+    "train.trainer=torch",
+    "train.learning_rate=0.0001",
+    "train.save_every=2",
+    "rollout.batch_size=4",
+    "eval.limit=8",
+    "session.servers=1",
+    # This machine may be busy: a step of a scheduler that takes longer is not a death.
+    "inference.stall_s=180",
+)
+
+
+@pytest.fixture
+def real_run(runtimes: Path, tmp_path: Path, whole_runs: Any) -> Iterator[Callable[..., Any]]:
+    """`real_run("key=value", …)`: a run of smoke with the real SGLang."""
+    runs: list[Any] = []
+
+    def start(*sets: str) -> Any:
+        files = (str(Path(__file__).with_name("cpu.toml")),)
+        runs.append(whole_runs.SmokeRun(tmp_path / f"run-{len(runs)}", *COMMON, *sets, files=files))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def finished(run: Any, timeout_s: float = 900.0) -> dict[str, Any]:
+    summary = run.end(timeout_s)
+    assert (run.process.returncode, summary["outcome"]) == (0, "finished"), run.tail()
+    assert run.left() == []
+    lines = [json.loads(line) for line in (run.run_dir / "ledger.jsonl").read_text().splitlines()]
+    versions = [version for line in lines for version in line["weight_versions"]]
+    assert lines and all(int(version) >= 1 for version in versions)
+    key = load_http_key(run.run_dir, 0)
+    for log in (run.run_dir / "logs").rglob("*.log"):
+        assert key not in log.read_text(errors="replace"), log
+    return summary
+
+
+def test_a_run_trains_on_what_the_real_engines_draw(real_run):
+    run = real_run("inference.engines=1", "train.ranks=1", "cluster.local_nodes=1")
+    summary = finished(run)
+    assert summary["steps"] == 4
+
+
+def test_an_engine_over_two_nodes_loses_its_second_rank_and_the_run_goes_on_with_broadcast_weights(real_run):
+    run = real_run(
+        "inference.engines=1",
+        "inference.nodes_per_engine=2",
+        "runtimes.engine.env.SGLANG_CPU_OMP_THREADS_BIND=0|1",
+        "train.ranks=1",
+        "train.weight_transfer=distributed",
+    )
+    run.reach(1, 900)
+    os.kill(run.pid("engine-policy-0-00000-00001"), signal.SIGKILL)
+    summary = finished(run)
+    assert summary["healed"] >= 1
+    assert run.metrics()[-1]["step"] == 4
