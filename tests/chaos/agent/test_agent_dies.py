@@ -21,7 +21,7 @@ def test_a_one_node_run_survives_its_agent_and_the_hub_beside_it(smoke, undistur
     wait_for(lambda: run.process_of("agent") != agent and run.process_of("hub") != hub, "a new agent and a new hub")
     summary = run.end()
     assert summary["outcome"] == "finished" and summary["attempt"] == 0, run.tail()
-    assert run.ledger() == undisturbed(STEPS, ONE_NODE)
+    assert run.ledger() == undisturbed(STEPS)
 
 
 def test_a_node_whose_agent_dies_comes_back_and_gets_work_again(smoke, undisturbed):
@@ -35,3 +35,15 @@ def test_a_node_whose_agent_dies_comes_back_and_gets_work_again(smoke, undisturb
     assert run.ledger() == undisturbed(STEPS)
     assert {line["node"] for line in run.events("agent_joined")} == {"node-00000", "node-00001"}
     assert hub > 0 and len(run.events("hub_started")) == 1
+
+
+def test_a_controller_whose_loop_stands_still_is_replaced(smoke, undisturbed):
+    """It is alive, and its port takes connections: only its progress counter tells."""
+    run = smoke(STEPS, "timing.stall=4")
+    run.reach(4)
+    controller = run.pid("controller-00000-00000")
+    os.kill(controller, signal.SIGSTOP)
+    run.pid("controller-00000-00000", other_than=controller)
+    assert any("progress counter stands" in line["how"] for line in run.events("worker_exited"))
+    assert run.end()["outcome"] == "finished", run.tail()
+    assert run.ledger() == undisturbed(STEPS)
