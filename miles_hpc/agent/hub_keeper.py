@@ -78,6 +78,8 @@ class HubKeeper:
         self._claim: Claim | None = None
         self._claimed_epoch = 0
         self._superseded = self._stall_seen = False
+        self._started_at = -math.inf
+        """When the hub was last started again: it is not to blame for the silence of the one before."""
         self._renew_at = self._read_at = self._ask_at = self._tell_at = -math.inf
         self._tell_until = -math.inf
         self._why_not = ""
@@ -122,6 +124,7 @@ class HubKeeper:
         assert self._link is not None
         epoch = self._link.rendezvous.epoch + 1
         self._log.write("hub_restarts", "error", reason=reason, epoch=epoch)
+        self._started_at = now
         self.process.start(epoch)
         return ""
 
@@ -232,7 +235,7 @@ class HubKeeper:
 
     def _watch_loop(self, stood_still: float) -> None:
         assert self._link is not None
-        silent = self._link.silent_for() - stood_still
+        silent = min(self._link.silent_for() - stood_still, self._clock() - self._started_at)
         if silent > self._options.timing.hub_stall and not self._stall_seen:
             self._stall_seen = True
             self._log.write("hub_stalled", "error", silent_s=round(silent, 1))
