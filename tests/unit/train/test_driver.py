@@ -94,6 +94,7 @@ def test_a_metrics_line_has_what_readers_expect(surroundings, driver):
         "grad_norm": 1.0,
         "rollout": {},
         "heldout": 0.2,
+        "eval": {},
     }
 
 
