@@ -51,8 +51,8 @@ class LoadWeights(Action):
 
 @dataclass(frozen=True)
 class Resume(Action):
-    """Continue an engine that a dead window may have left paused, inside a session, then `on_resumed` or,
-    when it does not answer, `on_failed`."""
+    """Continue an engine that a dead window may have left paused, inside a session, with part of other weights; then
+    `on_resumed` or, when it does not do all of that, `on_failed`."""
 
     engine: EngineInfo
 
@@ -215,12 +215,12 @@ class Controller:
             return self._dispose(engine, f"weights were not taken {engine.load_failures} times: {reason}")
         return self._advance()
 
-    def on_resumed(self, info: EngineInfo) -> list[Action]:
-        """The engine generates again; which weights it holds is unknown."""
+    def on_resumed(self, info: EngineInfo, version: int = UNPUBLISHED) -> list[Action]:
+        """The engine generates again, with the weights `version`; by default it is not known with which."""
         engine = self._find(info)
         if engine is None or engine.activity != "resuming":
             return []
-        engine.activity, engine.version = "", UNPUBLISHED
+        engine.activity, engine.version = "", version
         engine.epoch += 1
         return self._advance()
 

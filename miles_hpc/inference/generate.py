@@ -66,6 +66,10 @@ class RequestLost(GenerateUnavailable):
     """The connection to the router ended, or the router moved, before the answer was complete."""
 
 
+class _CutOff(RequestLost):
+    """The deadline came in the middle of an attempt, which says nothing about why there had been earlier ones."""
+
+
 class NoWorker(GenerateUnavailable):
     """The router has no engine in its list."""
 
@@ -150,6 +154,7 @@ class GenerateClient:
         started = time.monotonic()
         deadline = started + deadline_s
         backoff, attempts = _FIRST_BACKOFF_S, 0
+        met: GenerateUnavailable | None = None
         while True:
             attempts += 1
             if rid is not None:
@@ -158,9 +163,10 @@ class GenerateClient:
                 return await self._attempt(payload, headers, deadline, take_aborted)
             except GenerateUnavailable as failure:
                 now = time.monotonic()
+                met = failure if met is None or not isinstance(failure, _CutOff) else met
                 if now + backoff >= deadline:
-                    text = f"{failure} (last of {attempts} attempts in {now - started:.1f} s)"
-                    raise type(failure)(text) from failure
+                    text = f"{met} (last of {attempts} attempts in {now - started:.1f} s)"
+                    raise (RequestLost if isinstance(met, _CutOff) else type(met))(text) from failure
                 self._report(failure, attempts, now - started, now)
             self.retries += 1
             await asyncio.sleep(backoff)
@@ -194,7 +200,7 @@ class GenerateClient:
         except Silent as error:
             raise RequestLost(f"router {url}: {error}") from error
         except asyncio.TimeoutError as error:
-            raise RequestLost(f"router {url} did not answer before the deadline") from error
+            raise _CutOff(f"router {url} did not answer before the deadline") from error
         if status != 200:
             raise await self._failure(url, status, body)
         try:

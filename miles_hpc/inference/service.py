@@ -16,7 +16,7 @@ import msgspec
 from miles_hpc.inference import controller as decisions
 from miles_hpc.inference import health
 from miles_hpc.inference.book import engines_in, routers_in
-from miles_hpc.inference.engine_api import EngineApi, EngineError, EngineRefused
+from miles_hpc.inference.engine_api import UNPUBLISHED, EngineApi, EngineError, EngineRefused
 from miles_hpc.inference.published import PublishedFile
 from miles_hpc.inference.router_api import RouterApi, RouterError
 from miles_hpc.inference.weights import load_from_disk
@@ -227,17 +227,26 @@ class ControllerService:
                 self._apply(self.state.on_stalled(engine, epoch, reason))
 
     async def _resume(self, engine: EngineInfo) -> None:
-        """Continue, and leave what the window's owner may have begun; one that hangs in a broadcast shows here."""
-        api = EngineApi(engine.url, self._http)
+        """Bring the published weights back, then continue: what waits in the engine must meet no others.
+
+        An engine that hangs in a broadcast shows here by its silence.
+        """
+        api, published, version = EngineApi(engine.url, self._http), self.state.published, UNPUBLISHED
         try:
             await api.server_info(timeout_s=health.patience_s(self._stall_s))
             with contextlib.suppress(EngineRefused):
-                await api.end_update()  # its owner may have left a session open
+                await api.end_update()  # the window's owner may have left a session open
+            if published is not None and published.path:
+                await load_from_disk(api, published.path, published.version, timeout_s=self._load_timeout_s)
+                version = published.version
+            else:
+                await api.abort_all()
             await api.resume()
-        except EngineError as error:
-            self._apply(self.state.on_failed(engine, f"did not continue after an aborted weight window: {error}"))
+        except (EngineError, asyncio.TimeoutError) as error:
+            reason = f"did not continue after an aborted weight window: {error or 'no answer in time'}"
+            self._apply(self.state.on_failed(engine, reason))
             return
-        self._apply(self.state.on_resumed(engine))
+        self._apply(self.state.on_resumed(engine, version))
 
     # ------------------------------------------------------------------------------------------------- routers
     def _sync_routers(self) -> None:
