@@ -83,7 +83,14 @@ anything = st.recursive(
 addresses = st.builds(HostAndPort, host=st.from_regex(r"[a-z0-9.:]{1,20}", fullmatch=True), port=st.integers(0, 65535))
 port_infos = st.builds(PortInfo, name=st.text(), static_port=st.integers(0, 65535), num_consecutive=st.integers(1, 99))
 
-rendezvous_files = st.builds(Rendezvous, addresses=st.lists(st.text(), min_size=1, max_size=3))
+counted = st.integers(0, 2**31)
+rendezvous_files = st.builds(
+    Rendezvous,
+    attempt=counted,
+    epoch=counted,
+    port=st.integers(1, 65535),
+    addresses=st.lists(st.text(), min_size=1, max_size=3),
+)
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
