@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 KEEP = 2
 """Newest versions that are always kept: engines serve one and load the next."""
 WIDTH = 5
+TRIES = 3
+"""Windows in which a version is tried, when the controller or the window gets lost."""
 
 
 class Controller(Protocol):
@@ -99,7 +101,7 @@ class WeightPublisher:
         Raises:
             WindowTimeout: no window could begin in time.
             WeightsNotTaken: every engine refused.
-            WindowLost: the window was over before its end was said.
+            WindowLost, RpcError: windows were lost `TRIES` times in a row, with the controller or before their end.
         """
         version = self.claim(above)
         path = self.path_of(version)
@@ -108,17 +110,38 @@ class WeightPublisher:
         await self._export(draft)
         draft.rename(path)
         sync_file(self._directory)
-        window = await self._controller.start_update_weights(self._window_timeout_s)
-        try:
-            outcome = await self._load(window.engines, str(path), version)
-            failed = await self._controller.end_update_weights(window.window_id, version, str(path), outcome.failed)
-        except BaseException as error:
-            await self._give_up(window.window_id, f"{type(error).__name__}: {error}")
-            raise
+        failed = await self._in_a_window(version, path)
         if failed:
             log.warning("weights %d: %d engines are replaced: %s", version, len(failed), failed)
         await self._remove_old()
         return version
+
+    async def _in_a_window(self, version: int, path: Path) -> dict[str, str]:
+        """Bring a version into all engines. Returns those that did not take it.
+
+        A controller that dies takes its window along, and the next one knows nothing of it: the same weights go into a
+        new window, and engines that have them already load them again.
+        """
+        from miles_hpc.inference.windows import WindowLost
+        from miles_hpc.wire.rpc import RpcTimeout, RpcUnreachable
+
+        for tries_left in reversed(range(TRIES)):
+            try:
+                return await self._in_one_window(version, path)
+            except (WindowLost, RpcTimeout, RpcUnreachable) as error:
+                if not tries_left:
+                    raise
+                log.warning("weights %d: the window was lost, another one is asked for: %s", version, error)
+        raise AssertionError("the last try returns or raises")
+
+    async def _in_one_window(self, version: int, path: Path) -> dict[str, str]:
+        window = await self._controller.start_update_weights(self._window_timeout_s)
+        try:
+            outcome = await self._load(window.engines, str(path), version)
+            return await self._controller.end_update_weights(window.window_id, version, str(path), outcome.failed)
+        except BaseException as error:
+            await self._give_up(window.window_id, f"{type(error).__name__}: {error}")
+            raise
 
     async def _give_up(self, window_id: str, reason: str) -> None:
         try:

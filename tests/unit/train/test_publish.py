@@ -4,9 +4,10 @@ from types import SimpleNamespace
 import pytest
 
 from miles_hpc.inference.weights import UpdateResult
-from miles_hpc.inference.windows import EngineInfo, Window
-from miles_hpc.train.publish import WeightPublisher
+from miles_hpc.inference.windows import EngineInfo, Window, WindowLost
+from miles_hpc.train.publish import TRIES, WeightPublisher
 from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.rpc import RpcTimeout, RpcUnknownOutcome
 
 pytestmark = pytest.mark.unit
 
@@ -21,6 +22,7 @@ class World:
         self.calls = []
         self.failed = {}
         self.fail_in = ""
+        self.lost = []
         self.serving = serving
 
     def publisher(self, attempt=0):
@@ -30,6 +32,8 @@ class World:
         self.calls.append(call)
         if call[0] == self.fail_in:
             raise RuntimeError(f"{call[0]} failed")
+        if self.lost and call[0] == self.lost[0][0]:
+            raise self.lost.pop(0)[1]
 
     async def export(self, path):
         self.said("export", path.name)
@@ -95,6 +99,25 @@ def test_a_window_that_goes_wrong_is_aborted_and_the_number_stays_used(tmp_path,
     assert world.calls[-1][:2] == ("abort", "w1")
     world.fail_in = ""
     assert asyncio.run(publisher.publish(0)) == 2
+
+
+LOST = [WindowLost("gone"), RpcUnknownOutcome("replaced"), RpcTimeout("silent")]
+
+
+@pytest.mark.parametrize("where", ["start", "end"])
+@pytest.mark.parametrize("how", LOST, ids=lambda how: type(how).__name__)
+def test_a_window_that_is_lost_with_its_controller_is_followed_by_another(tmp_path, where, how):
+    world = World(tmp_path)
+    world.lost = [(where, how), (where, how)]
+    assert asyncio.run(world.publisher().publish(0)) == 1
+    assert world.calls[-1] == ("end", "w1", 1, {}) and [call[0] for call in world.calls].count("start") == 3
+
+
+def test_windows_that_are_lost_again_and_again_end_the_publishing(tmp_path):
+    world = World(tmp_path)
+    world.lost = [("end", LOST[0])] * TRIES
+    with pytest.raises(WindowLost):
+        asyncio.run(world.publisher().publish(0))
 
 
 def test_no_window_begins_when_the_export_fails(tmp_path):
