@@ -39,7 +39,7 @@ def test_the_hubs_node_is_lost_and_another_one_takes_over(spread, undisturbed):
     run.hub_of_epoch(2, 40)
     print(f"another hub after {time.monotonic() - lost:.1f} s")
     assert run.epochs() == [1, 2] and run.hubs() == [1]
-    assert {index: run.engines_on(index) for index in (1, 2)} == engines
+    assert all(engines[index] <= run.engines_on(index) for index in engines)
     summary = run.end(200)
     assert summary["outcome"] == "finished", run.tail()
     assert run.ledger() == undisturbed(steps)
@@ -69,7 +69,7 @@ def test_a_hub_whose_link_is_cut_gives_way_to_the_majority_and_steps_down(spread
     run.net.join(0)
     wait_for(lambda: run.hubs() == [1], "the old hub to step down", 30)
     wait_for(lambda: run.alive_nodes() == 3, "all nodes with the new hub", 60)
-    assert {index: run.engines_on(index) for index in (1, 2)} == engines
+    assert all(engines[index] <= run.engines_on(index) for index in engines)
     assert run.epochs() == [1, 2]
 
 
