@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 import time
 import urllib.error
@@ -29,6 +30,7 @@ from miles_hpc.wire.messages import (
     Welcome,
 )
 from miles_hpc.wire.operator import OperatorClient
+from miles_hpc.wire.rendezvous import newest
 from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.sockets import HubRefused
 
@@ -209,6 +211,43 @@ def test_a_silent_node_loses_its_stateless_cells_while_the_lease_is_renewed(star
     second.link.close()
     assert not first.of(Shutdown)
     assert not any(worker.startswith("driver") for worker in first.running), "it waits for the fence"
+
+
+def test_of_two_claimants_of_an_epoch_one_is_the_hub(start_hub):
+    hub = start_hub()
+    argv = [sys.executable, "-m", "miles_hpc.hub.run", "--run-dir", str(hub.run_dir), "--attempt", "0"]
+    argv += ["--address", "127.0.0.1", "--epoch", "2", "--node"]
+    claimants = [subprocess.Popen([*argv, f"node-0000{i}"], stderr=subprocess.DEVNULL) for i in (1, 2)]
+    try:
+        (ended,) = wait_for_one(claimants)
+        assert ended.returncode == 3
+        (winner,) = [claimant for claimant in claimants if claimant is not ended]
+        assert winner.poll() is None
+        published = newest(hub.run_dir, 0)
+        assert published.epoch == 2 and published.node == f"node-0000{claimants.index(winner) + 1}"
+    finally:
+        for claimant in claimants:
+            claimant.kill()
+            claimant.wait()
+
+
+def wait_for_one(processes):
+    deadline = time.monotonic() + 20
+    while not (ended := [process for process in processes if process.poll() is not None]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return ended
+
+
+def test_a_hub_that_read_another_configuration_does_not_claim(start_hub):
+    hub = start_hub()
+    resolved = hub.run_dir / "config.resolved.toml"
+    resolved.chmod(0o644)
+    resolved.write_text(resolved.read_text() + "\n# changed by hand\n")
+    argv = [sys.executable, "-m", "miles_hpc.hub.run", "--run-dir", str(hub.run_dir), "--attempt", "0"]
+    done = subprocess.run([*argv, "--address", "127.0.0.1"], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1 and "must not change during an attempt" in done.stderr
+    assert newest(hub.run_dir, 0).epoch == 1
 
 
 def test_the_hub_dies_with_its_agent(start_hub):
