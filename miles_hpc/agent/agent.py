@@ -229,7 +229,7 @@ class Agent:
             if signum in _STOP_SIGNALS or signum == signal.SIGUSR2:
                 self._last_foreign_signal = self._clock()
                 self.log.write("signal", name=signal.Signals(signum).name)
-            if self.options.slurm and signum in (*_STOP_SIGNALS, signal.SIGUSR2):
+            if self.options.slurm and signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
                 self._ask_to_drain(f"{self.options.node} got {signal.Signals(signum).name}")
             elif signum in _STOP_SIGNALS:
                 self._leave(f"the agent got {signal.Signals(signum).name}", 1, by_signal=True)

@@ -100,7 +100,8 @@ class Warden:
             if info is not None and info.si_signo in _STOP_SIGNALS and not self.stopping:
                 self.stopping = True
                 kill_at = time.monotonic() + self.stop_grace
-                os.kill(agent, signal.SIGTERM)
+                # HUP says that this node alone must go (its parent is gone), which an agent under Slurm tells from TERM.
+                os.kill(agent, signal.SIGHUP if info.si_signo == signal.SIGHUP else signal.SIGTERM)
             elif info is not None and info.si_signo == signal.SIGQUIT:
                 self.stopping = True
                 os.kill(agent, signal.SIGKILL)
@@ -158,7 +159,7 @@ def _main(argv: list[str]) -> int:
     parent = int(options.get("--die-with", "0"))
     if parent:
         try:
-            procfs.die_with_parent(parent, signal.SIGTERM)
+            procfs.die_with_parent(parent, signal.SIGHUP)
         except ProcessLookupError as error:
             print(f"warden: not started: {error}", file=sys.stderr)
             return 1

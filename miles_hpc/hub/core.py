@@ -90,6 +90,8 @@ class Node:
     condition: Literal["alive", "suspect", "dead"] = "alive"
     left: bool = False
     """It said goodbye."""
+    left_early: bool = False
+    """It did so before the run had its outcome."""
     down: bool = False
     """Whoever lends the nodes is certain that this one does not run."""
     peer_port: int = 0
@@ -269,6 +271,10 @@ class Core:
         self.out.append(Note(event, fields, level))
 
     # -------------------------------------------------------------------------------------------- look-up
+    def missed_hosts(self) -> list[str]:
+        """Hosts that were not there at the end, whether they said so or not."""
+        return [node.host for node in self.nodes.values() if node.left_early or not node.left]
+
     def lost_hosts(self) -> list[str]:
         """Hosts whose agents are silent and never said goodbye."""
         return [node.host for node in self.nodes.values() if node.condition != "alive" and not node.left]

@@ -165,7 +165,7 @@ def _count_as_gone(core: Core, node: Node, text: str) -> None:
 def on_goodbye(core: Core, node: Node, reason: str) -> None:
     """The agent has stopped its workers and leaves."""
     core.note("agent_left", node=node.id, reason=reason)
-    node.left = True
+    node.left, node.left_early = True, core.outcome is None
     node.gpu_holders.clear()
     node.strays.clear()
     text = f"the agent of {node.id} ({node.host}) left: {reason or 'no reason given'}"

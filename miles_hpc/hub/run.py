@@ -178,7 +178,8 @@ def _serve(
         server.run()
     if site is not None:
         first = state.core.nodes.get(node_id(0))
-        site.on_leave(state.core.lost_hosts(), first_node_lost=first is None or not first.left)
+        gone = first is None or not first.left or first.left_early
+        site.on_leave(state.core.missed_hosts(), first_node_lost=gone and state.core.info.hub_node != node_id(0))
     return 0 if server.verdict_delivered or state.core.cleans_up else 1
 
 

@@ -41,7 +41,7 @@ class Site(Protocol):
         """The attempt's verdict is on disk: leave word of it for whoever started the job. Raises OSError."""
 
     def on_leave(self, lost: Sequence[str], first_node_lost: bool) -> None:
-        """The hub's last act. `lost` are hosts whose agents never said goodbye."""
+        """The hub's last act. `lost` are hosts whose agents were not there any more at the end."""
 
 
 class SiteWatch:

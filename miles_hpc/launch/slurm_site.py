@@ -97,9 +97,9 @@ class SlurmSite:
     def on_leave(self, lost: Sequence[str], first_node_lost: bool) -> None:
         """End what Slurm would keep open: nobody returns srun's code when its node is gone, or a daemon on a node is.
 
-        To the others the end of the last task is enough.
+        Otherwise the end of the last task is enough.
         """
-        if not lost and not first_node_lost:
+        if not lost and not first_node_lost and not step_daemon_gone():
             return
         again = requeue_path(self._run_dir, self._job).exists()
         if first_node_lost:
@@ -111,6 +111,27 @@ class SlurmSite:
             slurm_commands.call(argv)
         except SlurmError as error:
             log.error("the allocation may stay open: %s: run `scancel %s`", error, self._job.job_id)
+
+
+def step_daemon_gone(proc: Path = Path("/proc")) -> bool:
+    """Whether the slurmstepd that started this node's warden is dead: srun then waits for this node for ever."""
+    pid = os.getpid()
+    for _ in range(3):  # this hub, its agent, its warden: the next one is the daemon
+        pid = _parent(proc, pid)
+        if pid <= 1:
+            return pid == 1
+    try:
+        return not (proc / str(pid) / "comm").read_text().startswith("slurmstepd")
+    except OSError:
+        return True
+
+
+def _parent(proc: Path, pid: int) -> int:
+    try:
+        stat = (proc / str(pid) / "stat").read_text()
+    except OSError:
+        return 0
+    return int(stat[stat.rindex(")") + 2 :].split()[1])
 
 
 def _summary(run_dir: Path, attempt: int) -> dict[str, Any]:
