@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,19 +138,25 @@ def _change(node: ast.AST) -> str:
     raise AssertionError(f"{ast.dump(node)} is no site")
 
 
-def flips_of(module: str) -> Iterator[Flip]:
-    """All flips of a module."""
-    text = (ROOT / "miles_hpc" / "hub" / f"{module}.py").read_text()
-    counter = Sites()
-    counter.visit(ast.parse(text))
-    for number in range(len(counter.found)):
-        tree = ast.parse(text)
-        sites = Sites()
-        sites.visit(tree)
-        node = sites.found[number]
-        line = getattr(node, "lineno", 0)
-        what = _change(node)
-        yield Flip(module, line, what, ast.unparse(ast.fix_missing_locations(tree)))
+def sites_of(module: str) -> int:
+    """How many flips a module has."""
+    sites = Sites()
+    sites.visit(ast.parse(_source(module)))
+    return len(sites.found)
+
+
+def flip(module: str, number: int) -> Flip:
+    """One flip of a module."""
+    tree, sites = ast.parse(_source(module)), Sites()
+    sites.visit(tree)
+    node = sites.found[number]
+    line = getattr(node, "lineno", 0)
+    what = _change(node)
+    return Flip(module, line, what, ast.unparse(ast.fix_missing_locations(tree)))
+
+
+def _source(module: str) -> str:
+    return (ROOT / "miles_hpc" / "hub" / f"{module}.py").read_text()
 
 
 def survives(flip: Flip, timeout_s: float) -> bool:
@@ -181,22 +186,23 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=0.85, help="share that must be noticed; otherwise exit code 1")
     parser.add_argument("--json", action="store_true", help="one object as the last line")
     given = parser.parse_args()
-    every = [flip for module in MODULES for flip in flips_of(module)]
-    chosen = random.Random(given.seed).sample(every, min(given.flips, len(every)))
-    chosen.sort(key=lambda flip: (flip.module, flip.line))
+    every = [(module, number) for module in MODULES for number in range(sites_of(module))]
+    places = random.Random(given.seed).sample(every, min(given.flips, len(every)))
+    chosen = sorted((flip(*place) for place in places), key=lambda flip: (flip.module, flip.line))
     print(f"{len(chosen)} of {len(every)} flips in {', '.join(MODULES)}; seed {given.seed}", flush=True)
     started, survivors = time.monotonic(), []
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        for flip, survived in zip(chosen, pool.map(lambda flip: survives(flip, given.timeout), chosen), strict=True):
+        outcomes = pool.map(lambda one: survives(one, given.timeout), chosen)
+        for one, survived in zip(chosen, outcomes, strict=True):
             if survived:
-                survivors.append(flip)
-            print(f"{'SURVIVED' if survived else 'noticed ':9} {flip.module}.py:{flip.line}  {flip.what}", flush=True)
+                survivors.append(one)
+            print(f"{'SURVIVED' if survived else 'noticed ':9} {one.module}.py:{one.line}  {one.what}", flush=True)
     share = 1 - len(survivors) / len(chosen)
     print(f"{share:.0%} noticed in {time.monotonic() - started:.0f} s; survivors:")
-    for flip in survivors:
-        print(f"  miles_hpc/hub/{flip.module}.py:{flip.line}  {flip.what}")
+    for one in survivors:
+        print(f"  miles_hpc/hub/{one.module}.py:{one.line}  {one.what}")
     if given.json:
-        left = [f"{flip.module}.py:{flip.line} {flip.what}" for flip in survivors]
+        left = [f"{one.module}.py:{one.line} {one.what}" for one in survivors]
         print(json.dumps({"flips": len(chosen), "noticed": round(share, 4), "survivors": left}))
     return 0 if share >= given.least else 1
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.hub.actions import Send
-from miles_hpc.hub.core import Phase
+from miles_hpc.hub.core import NEVER_STARTED, Phase
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import PortsReserved, StartWorker, WorkerExited, WorkerReady, WorkerStarted
 
@@ -148,6 +148,15 @@ class AnyOrder(RuleBasedStateMachine):
             self.beat_others(index)
         raise AssertionError(f"{agent.refused} after 6 s")
 
+    @precondition(lambda self: not self.f.verdicts)
+    @rule(journal=st.booleans())
+    def the_hub_is_replaced(self, journal):
+        """One of the next epoch knows only the tables of the agents that it hears, and perhaps a journal."""
+        self.f.next_hub(journal)
+        for index in range(NODES):
+            if not self.agent(index).silent:
+                self.f.join(index)
+
     def beat_others(self, index):
         silent, self.agent(index).silent = self.agent(index).silent, True
         self.beat_once()
@@ -175,6 +184,12 @@ class AnyOrder(RuleBasedStateMachine):
             assert running == {w.id for cell in self.f.core.cells.values() for w in cell.workers}
 
     # ----------------------------------------------------------------------------------------- invariants
+    def known_agents(self):
+        """Those that a hub which is past its recovery has heard of."""
+        if self.f.core.recovering is not None:
+            return []
+        return [agent for agent in self.f.agents if agent.node in self.f.core.nodes]
+
     @invariant()
     def no_slot_is_used_twice(self):
         used = [
@@ -185,7 +200,7 @@ class AnyOrder(RuleBasedStateMachine):
             for slot in worker.gpu_slots
         ]
         assert len(used) == len(set(used))
-        for agent in self.f.agents:
+        for agent in self.known_agents():
             holders = self.f.core.nodes[agent.node].gpu_holders
             wanted = [w for cell in self.f.core.cells.values() for w in cell.workers if w.node == agent.node]
             for worker in wanted:
@@ -194,7 +209,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def a_real_process_of_a_gpu_is_known_before_its_slot_is_given_again(self):
-        for agent in self.f.agents:
+        for agent in self.known_agents():
             node = self.f.core.nodes[agent.node]
             if node.incarnation != agent.incarnation:
                 continue
@@ -206,6 +221,8 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def generations_only_grow(self):
         for cell in self.f.core.cells.values():
+            if cell.generation == NEVER_STARTED:
+                continue  # a new hub knows none before it adopts or starts one
             assert cell.generation >= self.newest.get(cell.id, cell.generation)
             self.newest[cell.id] = cell.generation
         for action in self.f.sent:
