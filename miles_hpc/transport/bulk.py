@@ -1,4 +1,4 @@
-"""Parcels between nodes: the consumer pulls parts of 512 KiB on credits, and goes on from the last one after a break.
+"""Parcels between nodes: the consumer pulls parts of 1 MiB on credits, and goes on from the last one after a break.
 
 The connection is plain TCP: bulk frames are neither encrypted nor signed, which costs two thirds of the throughput.
 Who may pull is decided when a connection is made: the server sends a nonce, the client answers with its HMAC under a
@@ -28,7 +28,7 @@ from miles_hpc.wire.socket_options import Context, Socket, bind, milliseconds, p
 
 log = logging.getLogger(__name__)
 
-PART = 512 * 1024
+PART = 1024 * 1024
 """Bytes of a part."""
 CREDITS = 16
 """Parts that may be on their way to one consumer."""

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from miles_hpc.rollout.functions import FunctionPathError
 from miles_hpc.rollout.rewards import RewardError, RewardTimeout, Scorer
@@ -97,3 +98,51 @@ def test_a_path_that_does_not_import_is_refused_at_once():
     ]:
         with pytest.raises(FunctionPathError, match=text):
             asyncio.run(make(path))
+
+
+def test_a_remote_reward_is_asked_over_http_and_its_failures_are_named():
+    async def run():
+        async def answer(request):
+            body = await request.json()
+            found = {"good": {"reward": 0.5}, "plain": 2, "odd": {"score": 1}}
+            if body["response"] == "broken":
+                return web.Response(status=500, text="no model")
+            return web.json_response(found[body["response"]])
+
+        app = web.Application()
+        app.router.add_post("/score", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        scorer = Scorer("remote_http", timeout_s=20, url=f"http://127.0.0.1:{port}/score")
+        try:
+            return await asyncio.gather(
+                *(scorer.score(sample(text)) for text in ("good", "plain", "odd", "broken")), return_exceptions=True
+            )
+        finally:
+            await scorer.close()
+            await runner.cleanup()
+
+    good, plain, odd, broken = asyncio.run(asyncio.wait_for(run(), 60))
+    assert (good, plain) == (0.5, 2.0)
+    assert "expected a number as reward" in str(odd) and "answered 500: no model" in str(broken)
+
+
+def test_a_reasoning_gym_answer_is_judged_by_the_tasks_own_verifier():
+    gym = pytest.importorskip("reasoning_gym")
+    entry = gym.create_dataset("leg_counting", size=1, seed=1)[0]
+    right = Sample(
+        group="g",
+        index=0,
+        prompt_index=0,
+        epoch=0,
+        prompt=entry["question"],
+        seed=1,
+        metadata={"entry": entry},
+        response=f"I count. <answer>{entry['answer']}</answer>",
+    )
+    wrong = Sample(**{**{name: getattr(right, name) for name in right.__struct_fields__}, "response": "one"})
+    found = score("reasoning_gym", right, wrong, timeout_s=120)
+    assert found[0] == 1.0 and found[1] < 0.5

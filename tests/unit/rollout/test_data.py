@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_hpc.rollout.data import DataError, DataSource, DataState, Keys, epoch_order, open_prompts
+from miles_hpc.config.schema import DataConfig, ReasoningGymConfig
+from miles_hpc.rollout.data import DataError, DataSource, DataState, Keys, epoch_order, open_prompts, open_source
 from miles_hpc.rollout.sample import sample_seed
 
 pytestmark = pytest.mark.unit
@@ -147,3 +148,37 @@ def test_sampling_seeds_are_stable_and_differ():
 ORDER_0 = [4, 0, 3, 5, 1, 6, 2, 7]
 ORDER_1 = [1, 0, 3, 5, 4, 6, 2, 7]
 SEED = 792703796
+
+
+def test_parquet_rows_are_read_by_row_group_and_only_the_slice_is_kept(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "p.parquet"
+    table = pa.Table.from_pylist([{"prompt": f"p{i}", "label": str(i), "other": "x" * 100} for i in range(1000)])
+    pq.write_table(table, path, row_group_size=100)
+    prompts = open_prompts(f"{path}@[250:260]", Keys())
+    assert [prompts[row].prompt for row in range(len(prompts))] == [f"p{i}" for i in range(250, 260)]
+    assert prompts[9].label == "259" and prompts[0].prompt == "p250"
+
+
+def test_tools_and_keys_that_are_passed_through_are_kept(tmp_path):
+    keys = Keys(tools="tools", passed=("image",))
+    row = {"prompt": "a", "label": 1, "tools": [{"type": "function"}], "image": "pixels", "metadata": {"k": 1}}
+    prompt = open_prompts(write(tmp_path / "p.jsonl", [row]), keys)[0]
+    assert prompt.tools == [{"type": "function"}] and prompt.metadata == {"k": 1, "image": "pixels"}
+    with pytest.raises(DataError, match="expected a list of tools"):
+        open_prompts(write(tmp_path / "q.jsonl", [{**row, "tools": "add"}]), keys)
+
+
+def test_problems_are_made_by_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    data = DataConfig(reasoning_gym=ReasoningGymConfig(task="leg_counting", size=3, seed=1))
+    prompts = open_source(data)
+    assert len(prompts) == 3 and prompts[1].metadata["entry"]["answer"] == prompts[1].label
+    with pytest.raises(DataError, match="no_such_task"):
+        open_source(DataConfig(reasoning_gym=ReasoningGymConfig(task="no_such_task")))
+
+
+def test_a_group_is_found_again_by_its_id():
+    source = DataSource(5, seed=3, shuffle=True)
+    groups = source.next(12)
+    assert [source.spec(group.id) for group in groups] == groups
