@@ -138,6 +138,7 @@ class EngineApi:
             (("POST",), "/begin_weight_update", self.begin_update),
             (("POST",), "/end_weight_update", self.end_update),
             (("POST",), "/update_weights_from_distributed", self.update_weights_from_distributed),
+            (("POST",), "/weights_checker", self.weights_checker),
             (("GET",), "/ready", self.ready),
             (("GET",), "/metrics", self.metrics),
         ]
@@ -292,6 +293,13 @@ class EngineApi:
         )
         answer = {"success": outcome.success, "message": outcome.message, "num_paused_requests": 0}
         return _json(answer, 200 if outcome.success else 400)
+
+    async def weights_checker(self, request: web.Request) -> web.Response:
+        """Checksums of all tensors."""
+        if (await _object(request)).get("action") != "checksum":
+            raise BadRequestError("action must be checksum.")
+        ranks = [{"checksums": await self._backend.checksums()}]
+        return _json({"success": True, "message": "Success.", "ranks": ranks})
 
     async def init_group(self, request: web.Request) -> web.Response:
         """Join a weight update group; 200 when all members are there."""

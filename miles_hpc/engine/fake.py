@@ -348,6 +348,10 @@ class FakeBackend:
         """A script has no tensors to receive."""
         return UpdateOutcome(False, "The fake engine takes weights from disk only.")
 
+    async def checksums(self) -> dict[str, str]:
+        """A script has one tensor: its label."""
+        return {"script": self.weight_version}
+
     async def answers(self) -> None:
         """A script always answers."""
 

@@ -205,6 +205,9 @@ class Backend(Protocol):
     ) -> UpdateOutcome:
         """Receive tensors from rank 0 of a group, inside a session; all are received before one is used."""
 
+    async def checksums(self) -> dict[str, str]:
+        """Tensor name -> checksum of what is served now."""
+
     async def answers(self) -> None:
         """Returns as soon as the part that computes has answered."""
 

@@ -29,6 +29,7 @@ from miles_hpc.wire.worker_env import WorkerEnv
 log = logging.getLogger(__name__)
 
 _CALL_S = 30.0
+_CHECK_S = 90.0
 _RENEW_S = 5.0
 _ANSWER_MARGIN_S = 10.0
 _ERRORS = {error.__name__: error for error in (WindowTimeout, WindowLost, ServingTimeout, ControllerError)}
@@ -152,6 +153,21 @@ class ControllerClient:
     async def status(self) -> ControllerStatus:
         """What the controller knows now."""
         return msgspec.convert(await self._call("status", {}, _CALL_S), ControllerStatus)
+
+    async def abort_all(self) -> dict[str, str]:
+        """End every request on every engine; returns cell -> reason of those that did not answer."""
+        return dict(await self._call("abort_all", {}, _CALL_S))
+
+    async def check_weights(self) -> dict[str, str]:
+        """Digest of each serving engine's tensors, equal where the weights are; `error: …` where there is none.
+
+        Engines of one kind and one tensor-parallel size can be compared.
+        """
+        return dict(await self._call("check_weights", {}, _CHECK_S))
+
+    async def prepare_rollout(self, n: int, timeout_s: float) -> ControllerStatus:
+        """Wait until `n` engines serve the published weights. Raises ServingTimeout with every engine's state."""
+        return await self.wait_serving(n, timeout_s)
 
     async def wait_serving(self, n: int, timeout_s: float) -> ControllerStatus:
         """Wait until `n` engines get traffic.

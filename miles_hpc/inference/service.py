@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 import uuid
@@ -309,6 +310,8 @@ class ControllerService:
             "end_update_weights": self.end_update_weights,
             "abort_update_weights": self.abort_update_weights,
             "renew_window": self.renew_window,
+            "abort_all": self.abort_all,
+            "check_weights": self.check_weights,
             "published": self.set_published,
             "status": self.get_status,
             "wait_serving": self.wait_serving,
@@ -382,6 +385,27 @@ class ControllerService:
     def _keep_published(self) -> None:
         if self._published is not None and self.state.published is not None:
             self._published.write(self.state.published)
+
+    async def abort_all(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
+        """-> {cell: reason} of engines that did not; on all others every request has ended with what it has."""
+        engines = [e.info for e in self.state.engines.values() if e.fit_for_window]
+        outcomes = await asyncio.gather(
+            *(EngineApi(engine.url, self._http).abort_all() for engine in engines), return_exceptions=True
+        )
+        return {e.cell: str(o) for e, o in zip(engines, outcomes, strict=True) if isinstance(o, BaseException)}
+
+    async def check_weights(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
+        """-> {cell: digest of all its tensors, or why there is none}: equal digests are equal weights."""
+        engines = [e.info for e in self.state.engines.values() if e.state is decisions.EngineState.SERVING]
+        return dict(zip([e.cell for e in engines], await asyncio.gather(*map(self._digest, engines)), strict=True))
+
+    async def _digest(self, engine: EngineInfo) -> str:
+        try:
+            ranks = await EngineApi(engine.url, self._http).checksums()
+        except EngineError as error:
+            return f"error: {error}"
+        sums = sorted((str(name), str(value)) for rank in ranks for name, value in rank["checksums"].items())
+        return hashlib.blake2b(repr(sums).encode(), digest_size=16).hexdigest()
 
     async def get_status(self, params: dict[str, Any], frames: list[memoryview]) -> Any:
         """-> ControllerStatus."""

@@ -272,6 +272,10 @@ class EmbeddedBackend:
             lambda: self._scheduler.take_tensors(receive, version, flush_cache=flush_cache), abort_all
         )
 
+    async def checksums(self) -> dict[str, str]:
+        """Hashed between two steps of the engine thread."""
+        return await self._call(self._scheduler.checksums)
+
     async def answers(self) -> None:
         """Returns between two steps of the engine thread."""
         await self._call(lambda: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 from collections.abc import Sequence
@@ -277,3 +278,10 @@ class BatchModel:
         if not self._direct:
             raise WeightsError("This architecture is stored under other names than it is built with: send a directory.")
         take_weights(self.model, tensors)
+
+    def checksums(self) -> dict[str, str]:
+        """Tensor name -> checksum of its bytes."""
+        return {
+            name: hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+            for name, tensor in self.model.state_dict().items()
+        }

@@ -174,6 +174,10 @@ class Scheduler:
         self.weight_version = version
         return f" Weight version updated to {version}."
 
+    def checksums(self) -> dict[str, str]:
+        """Tensor name -> checksum."""
+        return self._model.checksums()
+
     def begin_update(self) -> UpdateOutcome:
         """Open a session, outside of which no tensors are taken."""
         if self._updating:

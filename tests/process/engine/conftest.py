@@ -78,7 +78,7 @@ class Server:
         command = [sys.executable, "-m", module, "--port", str(self.port), *args]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
-    def wait_until_up(self, timeout_s: float = 60.0) -> None:
+    def wait_until_up(self, timeout_s: float = 150.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.get("/health") != 200:
             if self.process.poll() is not None:

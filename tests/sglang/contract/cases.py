@@ -420,6 +420,21 @@ def test_a_label_alone_changes_without_harm_only_when_abort_all_requests_is_fals
     engine.run(body)
 
 
+def test_checksums_tell_weights_apart_and_equal_ones_are_equal(engine):
+    async def body(talk):
+        async def sums():
+            return (await talk.post("/weights_checker", {"action": "checksum"}))["ranks"][0]["checksums"]
+
+        first = await sums()
+        await talk.load(1, "v1")
+        second = await sums()
+        assert first.keys() == second.keys() and first != second
+        await talk.load(0, "v0")
+        assert await sums() == first
+
+    engine.run(body)
+
+
 # --------------------------------------------------------------------------------------- weights that are broadcast
 def tensors_of(model: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
