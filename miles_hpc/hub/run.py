@@ -27,10 +27,10 @@ from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import read_outcome
 from miles_hpc.specs.compute import compute_specs
 from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.hub_sockets import HubSockets
 from miles_hpc.wire.ids import node_id
 from miles_hpc.wire.rendezvous import EpochTaken, Rendezvous, RendezvousError, epochs, newest, publish
 from miles_hpc.wire.security import KeyPair, load_http_key, role_keys
-from miles_hpc.wire.sockets import HubSocket
 
 _PR_SET_PDEATHSIG = 1
 EXIT_EPOCH_TAKEN = 3
@@ -123,7 +123,7 @@ def _serve(
     workers = sum(spec.scheduling.num_cells * spec.scheduling.num_workers_per_cell for spec in specs)
     raise_nofile(descriptors_needed(nodes, workers), f"the hub of {nodes} nodes and {workers} workers")
     with (
-        HubSocket(
+        HubSockets(
             HostAndPort(address, 0),
             run_id=run_id,
             keys=keys,
@@ -164,6 +164,7 @@ def _serve(
                 digest=digest,
                 node=arguments.node,
                 version=__version__,
+                bulk_port=socket.bulk_port,
             ),
         )
         log.write(

@@ -36,10 +36,10 @@ from miles_hpc.hub.http import HubHttp
 from miles_hpc.hub.site import Site, SiteSeen, SiteWatch
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import FileWriter
+from miles_hpc.wire.hub_sockets import HubSockets
 from miles_hpc.wire.messages import DumpReply, EventsReply
 from miles_hpc.wire.program import stop_signals
 from miles_hpc.wire.socket_options import milliseconds
-from miles_hpc.wire.sockets import HubSocket
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class HubServer:
     def __init__(
         self,
         state: HubState,
-        socket: HubSocket,
+        socket: HubSockets,
         event_log: EventLog,
         run_dir: Path,
         *,
@@ -119,7 +119,8 @@ class HubServer:
         for number in stop_signals():
             signal.signal(number, self._on_signal)
         poller = zmq.Poller()
-        poller.register(self._socket.socket, zmq.POLLIN)
+        for socket in self._socket.pollable:
+            poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         more = False
         last_turn = -TURN_S

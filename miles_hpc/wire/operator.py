@@ -163,7 +163,7 @@ class OperatorClient:
             raise HubUnreachable(str(failure)) from failure
         if found is None:
             raise HubUnreachable(f"no hub was published in {rendezvous_dir(self._run_dir, self.attempt)}")
-        return connect_hub(found, keys, question, timeout_s=self._timeout_s)
+        return connect_hub(found, keys, question, timeout_s=self._timeout_s, bulk=True)
 
 
 def _call_id() -> str:

@@ -50,6 +50,8 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """The node that the hub runs on."""
     version: str = ""
     """Of the package, at the hub."""
+    bulk_port: int = 0
+    """Where operators connect; 0: to `port`, too."""
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -57,8 +59,13 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def endpoints(self) -> list[HostAndPort]:
-        """All addresses of the hub."""
+        """All addresses of the hub, for agents and programs."""
         return [HostAndPort(host, self.port) for host in self.addresses]
+
+    @property
+    def bulk_endpoints(self) -> list[HostAndPort]:
+        """The same for operators."""
+        return [HostAndPort(host, self.bulk_port or self.port) for host in self.addresses]
 
 
 def rendezvous_dir(run_dir: Path, attempt: int) -> Path:

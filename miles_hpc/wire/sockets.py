@@ -377,9 +377,18 @@ def _link_event(kind: int, endpoint: HostAndPort) -> LinkEvent:
 
 
 def connect_hub(
-    rendezvous: Rendezvous, keys: KeyPair, hello: Message, *, timeout_s: float, context: Context | None = None
+    rendezvous: Rendezvous,
+    keys: KeyPair,
+    hello: Message,
+    *,
+    timeout_s: float,
+    context: Context | None = None,
+    bulk: bool = False,
 ) -> tuple[HubLink, Message]:
     """Try all addresses of a hub at once, keep the first that completes the handshake, say hello, and take the answer.
+
+    Args:
+        bulk: connect to the socket for operators.
 
     Returns:
         The link and the hub's first message; the caller owns the link.
@@ -393,7 +402,7 @@ def connect_hub(
     deadline = time.monotonic() + timeout_s
     links = [
         HubLink(endpoint, hub_key=rendezvous.public_key, keys=keys, run_id=rendezvous.run_id, context=context)
-        for endpoint in rendezvous.endpoints
+        for endpoint in (rendezvous.bulk_endpoints if bulk else rendezvous.endpoints)
     ]
     winner: HubLink | None = None
     try:

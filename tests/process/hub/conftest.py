@@ -181,7 +181,8 @@ def raw_link():
     links: list[HubLink] = []
 
     def connect(hub: HubUnderTest, role: str) -> HubLink:
-        endpoint = hub.rendezvous.endpoints[0]
+        found = hub.rendezvous
+        endpoint = (found.bulk_endpoints if role == "operator" else found.endpoints)[0]
         keys = load_client(hub.run_dir, 0, role)
         link = HubLink(endpoint, hub_key=hub.rendezvous.public_key, keys=keys, run_id=hub.rendezvous.run_id)
         links.append(link)
