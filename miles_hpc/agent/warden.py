@@ -100,7 +100,7 @@ class Warden:
             if info is not None and info.si_signo in _STOP_SIGNALS and not self.stopping:
                 self.stopping = True
                 kill_at = time.monotonic() + self.stop_grace
-                # HUP says that this node alone must go (its parent is gone), which an agent under Slurm tells from TERM.
+                # HUP: this node alone must go, its parent is gone. An agent under Slurm tells it from TERM.
                 os.kill(agent, signal.SIGHUP if info.si_signo == signal.SIGHUP else signal.SIGTERM)
             elif info is not None and info.si_signo == signal.SIGQUIT:
                 self.stopping = True

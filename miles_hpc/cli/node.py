@@ -168,7 +168,8 @@ def become_warden(run_dir: Path, task: Task, prepared: Prepared) -> NoReturn:
     if task.index == 0:
         agent.append("--hub")
     argv = [sys.executable, "-I", "-S", str(WARDEN), "--run-id", prepared.run_id, "--run-dir", str(run_dir)]
-    argv += ["--attempt", str(prepared.attempt), "--node", node]
+    # Without the daemon that started this task, Slurm neither ends it nor knows of its end.
+    argv += ["--attempt", str(prepared.attempt), "--node", node, "--die-with", str(os.getppid())]
     argv += ["--stop-grace", f"{config.timing.drain + config.timing.stop_grace:g}", "--", *agent]
     env = procfs.worker_environ(os.environ)
     env[procfs.MARK] = f"{prepared.run_id}/{prepared.attempt}/{node}/0/warden/g0-0"
