@@ -67,8 +67,6 @@ def send_reserve(core: Core, cell: Cell, worker: Worker) -> None:
 
 def _usable_nodes(core: Core) -> list[Node]:
     alive = sorted((n for n in core.nodes.values() if n.condition == "alive" and not n.left), key=lambda n: n.index)
-    # A bad node is better than none.
-    alive = [node for node in alive if not node.quarantined] or alive
     # Spare nodes get work only when there are not enough others.
     return alive[: max(1, core.info.expected_nodes - core.info.spare_nodes)] if core.info.spare_nodes else alive
 
@@ -105,31 +103,36 @@ def _places(core: Core, cell: Cell) -> list[Place] | None:
                 cpus_used[worker.node] = cpus_used.get(worker.node, 0.0) + cpus
                 if other.pool == cell.pool:
                     of_pool[worker.node] = of_pool.get(worker.node, 0) + 1
-    usable = _usable_nodes(core)
-    slots = [
-        NodeSlots(
-            id=node.id,
-            cpus=node.cpus,
-            gpus=len(node.gpus),
-            free_gpus=frozenset(range(len(node.gpus))) - node.gpu_holders.keys(),
-            cpus_used=cpus_used.get(node.id, 0.0),
-            pool_workers=of_pool.get(node.id, 0),
-        )
-        for node in usable
-        if not _stray_of(node, cell)
-    ]
-    try:
-        return place(
-            cell.id,
-            need,
-            slots,
-            hub_node=core.info.hub_node,
-            avoid_hub_node=need.avoid_hub_node or (cell.spec.state == "stateful" and not need.num_gpus_per_worker),
-            previous=[(worker.node, worker.gpu_slots) for worker in cell.previous],
-        )
-    except PlacementRefused as refused:
-        _on_refused(core, cell, str(refused))
-        return None
+    alive = _usable_nodes(core)
+    healthy = [node for node in alive if not node.quarantined]
+    refused: PlacementRefused | None = None
+    # A node that eats cells is better than none.
+    for usable in [healthy, alive] if healthy and len(healthy) < len(alive) else [alive]:
+        slots = [
+            NodeSlots(
+                id=node.id,
+                cpus=node.cpus,
+                gpus=len(node.gpus),
+                free_gpus=frozenset(range(len(node.gpus))) - node.gpu_holders.keys(),
+                cpus_used=cpus_used.get(node.id, 0.0),
+                pool_workers=of_pool.get(node.id, 0),
+            )
+            for node in usable
+            if not _stray_of(node, cell)
+        ]
+        try:
+            return place(
+                cell.id,
+                need,
+                slots,
+                hub_node=core.info.hub_node,
+                avoid_hub_node=need.avoid_hub_node or (cell.spec.state == "stateful" and not need.num_gpus_per_worker),
+                previous=[(worker.node, worker.gpu_slots) for worker in cell.previous],
+            )
+        except PlacementRefused as failure:
+            refused = failure
+    _on_refused(core, cell, str(refused))
+    return None
 
 
 def _on_refused(core: Core, cell: Cell, text: str) -> None:

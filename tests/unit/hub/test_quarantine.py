@@ -3,6 +3,7 @@
 import pytest
 
 from miles_hpc.config.schema import HealConfig
+from miles_hpc.hub.actions import Tick
 
 pytestmark = pytest.mark.unit
 
@@ -62,3 +63,13 @@ def test_a_lost_node_is_not_blamed_for_its_cells(fleet, pool):
     f.agents[1].silent = True
     f.pass_time(15)
     assert not f.core.nodes["node-00001"].deaths
+
+
+def test_a_cell_that_fits_nowhere_else_goes_to_the_quarantined_node(fleet, pool):
+    f = fleet(pool("engine", num_cells=2, num_gpus_per_worker=2), nodes=2, gpus=2, heal=HEAL)
+    f.core.nodes["node-00001"].quarantined = True
+    (victim,) = [cell.id for cell in f.core.pools["engine"] if cell.workers[0].node == "node-00001"]
+    f.die(f"{victim}-00000")
+    f.apply(Tick())
+    f.settle()
+    assert set(f.phases().values()) == {"ready"} and not f.verdicts
