@@ -135,6 +135,8 @@ class Controller:
     window: OpenWindow | None = None
     begun: bool = False
     """An address book was seen."""
+    living: dict[str, Generation] = field(default_factory=dict)
+    """All cells of the address book."""
     window_wanted: bool = False
     """Someone waits for a window: no engine begins a load of its own that the window would wait for."""
 
@@ -159,6 +161,7 @@ class Controller:
 
     def on_cells(self, living: Mapping[str, Generation]) -> tuple[list[Action], str]:
         """All cells of the address book: a window whose owner is gone is aborted; its id, or an empty text."""
+        self.living = dict(living)
         owner = None if self.window is None else self.window.owner
         if owner is None or living.get(owner.cell) == owner.generation:
             return [], ""
@@ -288,7 +291,9 @@ class Controller:
             raise ValueError(obstacle)
         engines = [engine.info for engine in self.engines.values() if engine.fit_for_window]
         window = Window(window_id=window_id, engines=sorted(engines, key=lambda e: (e.gpu_offset, e.cell)))
-        self.window = OpenWindow(window, deadline, owner, lease_until)
+        # One that is in no address book, such as a trainer of someone else's, is known by its lease alone.
+        listed = owner is not None and self.living.get(owner.cell) == owner.generation
+        self.window = OpenWindow(window, deadline, owner if listed else None, lease_until)
         self._new_epoch(window)
         return window
 

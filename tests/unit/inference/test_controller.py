@@ -284,6 +284,7 @@ OWNER = Owner("driver-00000", Generation(1, 1))
 
 def owned(**window) -> Controller:
     controller = serving(engine(0))
+    controller.on_cells({"driver-00000": Generation(1, 1)})
     controller.open_window("w1", 1, deadline=600.0, owner=OWNER, **window)
     return controller
 
@@ -346,3 +347,10 @@ def test_an_engine_that_is_current_when_a_controller_comes_back_is_registered_wi
     controller.on_engines([engine(0)])
     assert LoadWeights(engine(0), 3, "/weights/3") not in controller.on_healthy(engine(0), 3)
     assert controller.wanted_urls() == {engine(0).url}
+
+
+def test_an_owner_that_is_in_no_address_book_is_known_by_its_lease_alone():
+    controller = serving(engine(0))
+    controller.open_window("w1", 1, deadline=600.0, owner=OWNER, lease_until=30.0)
+    assert controller.on_cells({"executor-00000": Generation(1, 1)}) == ([], "")
+    assert controller.on_tick(30.0)[1] == "w1"

@@ -1,0 +1,257 @@
+"""Controller, owners, engines and router killed inside weight windows and around them; the router is the real one."""
+
+import asyncio
+import importlib.util
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from miles_hpc.inference.book import engine_urls_in, router_url_in
+from miles_hpc.inference.client import ControllerClient
+from miles_hpc.inference.engine_api import EngineApi
+from miles_hpc.inference.generate import GenerateClient, GenerateUnavailable, SamplingParams
+from miles_hpc.inference.http_session import open_http
+from miles_hpc.inference.weights import update_from_disk
+from miles_hpc.inference.windows import ControllerError, WindowTimeout
+from miles_hpc.wire.rpc import RpcError
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+
+_PATH = Path(__file__).parents[2] / "process" / "inference" / "conftest.py"
+_SPEC = importlib.util.spec_from_file_location("chaos_inference_fleet", _PATH)
+_FLEET = importlib.util.module_from_spec(_SPEC)
+sys.modules["chaos_inference_fleet"] = _FLEET
+_SPEC.loader.exec_module(_FLEET)
+make_fleet = _FLEET.make_fleet
+until = _FLEET.until
+
+SAMPLING = SamplingParams(max_new_tokens=8, seed=5)
+VOCABULARY = 384
+
+
+def scenario(fleet, body):
+    async def main():
+        async with open_http() as http, ControllerClient(fleet) as controller:
+            generate = GenerateClient(
+                lambda: router_url_in(fleet.pools),
+                http,
+                VOCABULARY,
+                published_only=True,
+                engines=lambda: engine_urls_in(fleet.pools),
+            )
+            return await asyncio.wait_for(body(http, controller, generate), 240)
+
+    return asyncio.run(main())
+
+
+def started(make_fleet, token_ms=1.0, **settings):
+    fleet = make_fleet(engines=2, **settings)
+    fleet.control = fleet.controller()
+    fleet.route = fleet.router()
+    fleet.engines = [fleet.engine(index, token_ms=token_ms) for index in range(2)]
+    return fleet
+
+
+async def publish(fleet, controller, version, http):
+    window = await controller.start_update_weights(60)
+    path = fleet.weights(version)
+    result = await update_from_disk(window.engines, path, version, http=http)
+    await controller.end_update_weights(window.window_id, version, path, result.failed)
+    await controller.wait_serving(2, 60)
+
+
+async def draw(generate, count=16, deadline_s=90):
+    calls = [generate.generate([10, 20, 30 + i], SAMPLING, deadline_s=deadline_s) for i in range(count)]
+    return await asyncio.gather(*calls)
+
+
+def versions(drawn):
+    return {version for one in drawn for version, _, _ in one.weight_versions}
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_the_router_may_come_before_between_or_after_the_engines(make_fleet, moment):
+    fleet = make_fleet(engines=2)
+    fleet.controller()
+    order = {"before": "rab", "between": "arb", "after": "abr"}[moment]
+    start = {"r": fleet.router, "a": lambda: fleet.engine(0), "b": lambda: fleet.engine(1)}
+    for part in order:
+        start[part]()
+
+    async def body(http, controller, generate):
+        await publish(fleet, controller, 1, http)
+        assert versions(await draw(generate)) == {1}
+
+    scenario(fleet, body)
+
+
+@pytest.mark.parametrize("progress", ["nothing-done", "one-paused", "one-updated"])
+def test_a_controller_killed_inside_a_window_comes_back_and_no_engine_stays_paused_or_ahead(make_fleet, progress):
+    fleet = started(make_fleet, token_ms=100)
+
+    async def body(http, controller, generate):
+        await publish(fleet, controller, 1, http)
+        calls = asyncio.ensure_future(draw(generate))
+        window = await controller.start_update_weights(60)
+        one = EngineApi(window.engines[0].url, http)
+        if progress != "nothing-done":
+            await one.pause("retract")
+        if progress == "one-updated":
+            await one.update_weights_from_disk(fleet.weights(2), 2)
+        fleet.kill(fleet.control)
+        fleet.control = await asyncio.to_thread(fleet.controller, 2)
+        with pytest.raises((ControllerError, RpcError)):
+            await controller.end_update_weights(window.window_id, 2, fleet.weights(2), {})
+        status = await controller.wait_serving(2, 60)
+        assert {row.weight_version for row in status.engines} == {1} == {status.published}
+        drawn = await calls
+        assert len(drawn) == 16
+        assert versions(await draw(generate)) == {1}
+        await publish(fleet, controller, 2, http)
+        assert versions(await draw(generate)) == {2}
+
+    scenario(fleet, body)
+    assert fleet.hub.replaced == []
+
+
+def test_a_window_whose_owner_is_killed_is_aborted_and_the_old_weights_serve(make_fleet):
+    fleet = started(make_fleet)
+    owner = fleet._start("driver-00000", 1, {}, [sys.executable, "-c", OWNER], {})
+    fleet.put(owner)
+
+    async def body(http, controller, generate):
+        # The owner published 1, and holds a window for 2 with all engines paused and updated.
+        await asyncio.to_thread(_FLEET.wait_until, lambda: "holds" in owner.log.read_text(), "the owner's window", 60)
+        with pytest.raises(WindowTimeout, match="is open"):
+            await controller.start_update_weights(1)
+        fleet.kill(owner)
+        began = time.monotonic()
+        status = await controller.wait_serving(2, 60)
+        while status.window or {row.weight_version for row in status.engines} != {1}:
+            await asyncio.sleep(0.1)
+            status = await controller.status()
+            assert time.monotonic() - began < 30
+        await controller.wait_serving(2, 60)
+        assert versions(await draw(generate)) == {1}
+        await publish(fleet, controller, 3, http)
+
+    scenario(fleet, body)
+
+
+OWNER = """
+import asyncio
+from pathlib import Path
+from miles_hpc.inference.client import ControllerClient
+from miles_hpc.inference.http_session import open_http
+from miles_hpc.inference.weights import update_from_disk
+from miles_hpc.wire.client import HubClient
+from miles_hpc.wire.worker_env import WorkerEnv
+
+async def main():
+    env = WorkerEnv.from_environ()
+    with HubClient(env) as hub:
+        async with open_http() as http, ControllerClient(hub) as controller:
+            for version in (1, 2):
+                path = env.run_dir / "weights" / str(version)
+                path.mkdir(parents=True, exist_ok=True)
+                (path / "config.json").write_text("{}")
+                window = await controller.start_update_weights(60)
+                result = await update_from_disk(window.engines, str(path), version, http=http)
+                if version == 1:
+                    await controller.end_update_weights(window.window_id, 1, str(path), result.failed)
+            print("holds", flush=True)
+            await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_two_updates_asked_for_at_once_happen_one_after_the_other(make_fleet):
+    fleet = started(make_fleet)
+
+    async def body(http, controller, generate):
+        await asyncio.gather(publish(fleet, controller, 1, http), delayed_publish(controller))
+        status = await controller.wait_serving(2, 60)
+        assert status.published in (1, 2) and len({row.weight_version for row in status.engines}) == 1
+
+        return status
+
+    async def delayed_publish(controller):
+        async with open_http() as http:
+            window = await controller.start_update_weights(60)
+            known = (await controller.status()).published
+            path = fleet.weights(known + 1)
+            result = await update_from_disk(window.engines, path, known + 1, http=http)
+            try:
+                await controller.end_update_weights(window.window_id, known + 1, path, result.failed)
+            except ControllerError as error:
+                assert "not above" in str(error)
+                await controller.abort_update_weights(window.window_id, "late")
+
+    scenario(fleet, body)
+
+
+def test_when_all_engines_are_dead_requests_wait_then_say_why_and_service_returns_by_itself(make_fleet):
+    fleet = started(make_fleet)
+
+    async def body(http, controller, generate):
+        await publish(fleet, controller, 1, http)
+        for engine in fleet.engines:
+            fleet.kill(engine)
+        with pytest.raises(GenerateUnavailable, match=r"engine|worker|attempts"):
+            await generate.generate([10, 20], SAMPLING, deadline_s=4)
+        waiting = asyncio.ensure_future(draw(generate))
+        for index, engine in enumerate(fleet.engines):
+            await asyncio.to_thread(fleet.engine, index, ports=engine.ports, n=2)
+        assert versions(await waiting) == {1}
+
+    scenario(fleet, body)
+
+
+def test_an_engine_killed_while_it_starts_is_replaced_without_a_trace(make_fleet):
+    fleet = make_fleet(engines=2)
+    fleet.controller()
+    router = fleet.router()
+    first = fleet.engine(0)
+
+    async def body(http, controller, generate):
+        program = fleet._start(
+            "engine-policy-0-00001", 1, {"http": _FLEET.free_port()}, [sys.executable, "-c", STUCK], {}
+        )
+        fleet.put(program, ready=False)
+        await asyncio.sleep(0.5)
+        fleet.kill(program)
+        second = await asyncio.to_thread(fleet.engine, 1, n=2)
+        await publish(fleet, controller, 1, http)
+        assert fleet.listed_by(router) == {first.url, second.url}
+
+    scenario(fleet, body)
+
+
+STUCK = "import time; time.sleep(600)"
+
+
+def test_rounds_of_losing_and_coming_back_leave_nothing_behind(make_fleet):
+    fleet = started(make_fleet)
+    rounds = 50
+
+    async def body(http, controller, generate):
+        await publish(fleet, controller, 1, http)
+        for n in range(2, 2 + rounds):
+            index = n % 2
+            old = fleet.engines[index]
+            fleet.hub.drop(old.cell)
+            old.process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(old.process.wait, 20)
+            fleet.engines[index] = await asyncio.to_thread(fleet.engine, index, ports=old.ports, n=n)
+        status = await controller.wait_serving(2, 60)
+        assert {str(row.generation) for row in status.engines} == {f"1-{rounds}", f"1-{rounds + 1}"}
+        assert fleet.listed_by(fleet.route) == {engine.url for engine in fleet.engines}
+        assert len(_FLEET.get_json(f"{fleet.route.url}/workers")["workers"]) == 2
+        assert versions(await draw(generate)) == {1}
+
+    scenario(fleet, body)
+    assert sum(program.process.poll() is None for program in fleet.programs) == 4
