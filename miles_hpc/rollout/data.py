@@ -200,7 +200,7 @@ def _gym_rows(settings: ReasoningGymConfig) -> Iterator[Prompt]:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise DataError("[data.reasoning_gym] needs reasoning-gym; pip install 'miles-hpc[rewards]'") from error
+        raise DataError("[data.reasoning_gym] needs reasoning-gym; pip install 'miles-hpc[gym]'") from error
     try:
         made = reasoning_gym.create_dataset(settings.task, size=settings.size, seed=settings.seed, **settings.config)
     except (ValueError, TypeError, AssertionError) as error:
