@@ -143,6 +143,16 @@ class SpreadRun(WholeRun):
         """Pids of the engines of a node, from the machine and not from a hub."""
         return {p.pid for p in self.processes(index) if "/engine-policy-0-" in procfs.mark_of(p.pid)[0]}
 
+    def superseded_is_gone(self, index: int) -> bool:
+        """Whether the node runs only what the hub has there."""
+        found = self.status()
+        if found is None:
+            return False
+        wanted = {worker.pid for row in found.cells if row.node == node_id(index) for worker in row.workers}
+        marks = {process.pid: procfs.mark_of(process.pid)[0].split("/") for process in self.processes(index)}
+        running = {pid for pid, mark in marks.items() if len(mark) > 4 and mark[4] not in ("warden", "agent", "hub")}
+        return running <= wanted
+
     # ------------------------------------------------------------------------------------------ hurting
     def lose(self, index: int) -> None:
         """The node is gone: link down, then every process of it killed, as far as one is left."""

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from miles_hpc.rollout.commits import read_chain
+
 from ..conftest import wait_for
 from .namespaces import SpreadRun
 
@@ -86,6 +88,27 @@ def test_a_frozen_node_that_is_thawed_finds_itself_replaced(spread):
     numbers = [int(path.stem) for path in (run.run_dir / "commits").glob("[0-9]*.json")]
     assert sorted(numbers) == list(range(1, len(numbers) + 1))
     assert run.epochs() == [1, 2]
+
+
+def test_a_frozen_driver_that_wakes_up_commits_nothing(spread):
+    run = spread(3, "steps=4000", "train.save_every=1")
+    run.reach(3)
+    home = run.node_of("driver-00000")
+    assert home != 0, "stateful cells avoid the hub's node"
+    run.freeze(home)
+    reached = run.step()
+    driver = wait_for(lambda: run.node_of("driver-00000") != home, "the incarnation to start elsewhere", 120)
+    assert driver
+    run.reach(reached + 5, 120)
+    run.thaw(home)
+    wait_for(lambda: run.alive_nodes() == 3, "the node's return", 60)
+    run.reach(run.step() + 5)
+    wait_for(lambda: run.superseded_is_gone(home), "what was superseded to end", 30)
+    chain = read_chain(run.run_dir)
+    assert [commit.n for commit in chain] == list(range(1, len(chain) + 1))
+    assert [commit.kind for commit in chain].count("open") == 2 and run.epochs() == [1]
+    steps = [commit.step for commit in chain if commit.kind == "step"]
+    assert steps == sorted(set(steps)), "every step is committed once"
 
 
 def test_a_hub_that_is_stopped_for_a_while_loses_nobody(spread):
