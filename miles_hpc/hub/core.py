@@ -271,6 +271,13 @@ class Core:
         self.out.append(Note(event, fields, level))
 
     # -------------------------------------------------------------------------------------------- look-up
+    def when_told_to_leave(self) -> Outcome:
+        """How the run ends when an agent leaves by itself and takes what the run cannot do without.
+
+        On one machine that is the user's wish to end the run; under a scheduler one node goes and the others stay.
+        """
+        return "failed" if self.info.drain_on_signal else "cancelled"
+
     def missed_hosts(self) -> list[str]:
         """Hosts that were not there at the end, whether they said so or not."""
         return [node.host for node in self.nodes.values() if node.left_early or not node.left]

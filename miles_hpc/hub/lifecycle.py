@@ -237,7 +237,9 @@ def on_exited(core: Core, report: WorkerExited, node_id: str) -> None:
         ending = Ending(text, budgeted=False, relaunch=True)
     elif report.cause == "stopped" and core.outcome is None:
         # Nobody here asked for it (else the cell would be STOPPING and this is not read): the agent was told to leave.
-        ending = Ending(f"the agent of {node_id} was told to leave: {text}", budgeted=False, outcome="cancelled")
+        ending = Ending(
+            f"the agent of {node_id} was told to leave: {text}", budgeted=False, outcome=core.when_told_to_leave()
+        )
     else:
         ending = Ending(text)
     on_worker_gone(core, cell, worker, ending)

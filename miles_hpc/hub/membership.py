@@ -170,7 +170,7 @@ def on_goodbye(core: Core, node: Node, reason: str) -> None:
     node.strays.clear()
     text = f"the agent of {node.id} ({node.host}) left: {reason or 'no reason given'}"
     for cell, worker in core.workers_on(node.id):
-        lifecycle.on_worker_gone(core, cell, worker, Ending(text, budgeted=False, outcome="cancelled"))
+        lifecycle.on_worker_gone(core, cell, worker, Ending(text, budgeted=False, outcome=core.when_told_to_leave()))
     if core.begun and not any(core.present_nodes()):
         core.decide("drained" if core.drain else "cancelled", f"every agent has left; the last: {text}")
 

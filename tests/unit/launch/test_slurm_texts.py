@@ -1,0 +1,161 @@
+"""What goes to sbatch and srun, as text; and what is refused before it goes there."""
+
+import shlex
+import subprocess
+
+import pytest
+
+from miles_hpc.config.errors import ConfigError, ConflictError
+from miles_hpc.config.load import load
+from miles_hpc.config.schema import ContainerConfig, SlurmConfig
+from miles_hpc.launch import slurm_options, submission
+from miles_hpc.launch.slurm_commands import moment, scrubbed, seconds_of
+
+pytestmark = pytest.mark.unit
+
+
+def script(run_dir, *sets: str) -> str:
+    return submission.script(load(["smoke"], list(sets)), run_dir)
+
+
+@pytest.fixture(autouse=True)
+def _srun_is_there(tmp_path, monkeypatch):
+    """submitit looks for it, and nothing here calls it."""
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "sbatch"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+
+
+def test_the_script_has_what_keeps_a_run_alive_and_ends_as_the_hub_says(tmp_path):
+    text = script(tmp_path / "run", "slurm.nodes=3", 'slurm.setup=["module load cuda", "source venv/bin/activate"]')
+    lines = text.splitlines()
+    for line in ("#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --requeue", "#SBATCH --propagate=NONE",
+                 "#SBATCH --open-mode=append", "#SBATCH --signal=USR2@180", "#SBATCH --exclusive"):  # fmt: skip
+        assert line in lines
+    assert "wckey" not in text and "--time" not in text
+    assert lines.index("module load cuda") < lines.index("source venv/bin/activate")
+    (srun,) = (line for line in lines if line.startswith("srun "))
+    words = shlex.split(srun)
+    assert set(slurm_options.SRUN) <= set(words)
+    assert not any(word.startswith("--cpus-per-task") for word in words), "whole nodes: the step has all their CPUs"
+    after = lines[lines.index(srun) + 1 :]
+    assert next(line for line in after if line and not line.startswith("#")) == "rc=$?"
+    assert after[-1] == 'exit "$rc"'
+
+
+@pytest.mark.parametrize("name", ["plain", "a b", "it's", '"quoted"', "$HOME;`ls`", "ü&|"])
+def test_the_script_is_shell_and_its_ending_finds_the_files_whatever_the_directory_s_name(tmp_path, name):
+    run_dir = tmp_path / name
+    text = script(run_dir)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    (run_dir / "verdicts").mkdir(parents=True)
+    (run_dir / "verdicts" / "7.1.rc").write_text("75\n")
+    ending = "\n".join(["false", *slurm_options.ending(run_dir)])
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "PATH": "/usr/bin:/bin"}
+    assert subprocess.run(["bash", "-c", ending], env=environ, check=False).returncode == 75
+    environ["SLURM_RESTART_COUNT"] = "0"
+    assert subprocess.run(["bash", "-c", ending], env=environ, check=False).returncode == 1, "srun's own code"
+
+
+def test_the_ending_asks_for_a_requeue_when_the_hub_did(tmp_path):
+    (tmp_path / "run" / "verdicts").mkdir(parents=True)
+    (tmp_path / "run" / "verdicts" / "7.0.requeue").write_text("why\n")
+    (tmp_path / "bin" / "scontrol").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "bin" / "scontrol").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(slurm_options.ending(tmp_path / "run"))],
+        env={"SLURM_JOB_ID": "7", "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("requeue 7\n", 0)
+
+
+def test_shared_nodes_name_their_cpus_to_sbatch_and_to_srun(tmp_path):
+    text = script(tmp_path / "run", "slurm.cpus_per_node=8", "slurm.gpus_per_node=4", "slurm.memory=90G")
+    assert "#SBATCH --cpus-per-task=8" in text and "--cpus-per-task=8 " in text.split("srun ", 1)[1]
+    assert "#SBATCH --gpus-per-node=4" in text and "#SBATCH --mem=90G" in text and "--exclusive" not in text
+
+
+def test_additional_options_go_through_and_those_of_the_run_are_refused():
+    config = SlurmConfig(additional={"comment": "a b", "nice": 10, "hold": True})
+    found = slurm_options.sbatch_options(config, "n")
+    assert (found["comment"], found["nice"], found["hold"]) == ("a b", 10, True)
+    with pytest.raises(ConflictError, match=r"slurm\.additional\.no_kill is decided by the run: leave it out"):
+        slurm_options.sbatch_options(SlurmConfig(additional={"no_kill": False}), "n")
+
+
+def test_a_pyxis_container_is_options_of_srun(tmp_path):
+    box = ContainerConfig(
+        kind="pyxis", image="/images/a b.sqsh", mounts=["/data:/data:ro"], arguments=["--container-writable"]
+    )
+    assert slurm_options.pyxis_options(box, tmp_path) == [
+        "--container-image=/images/a b.sqsh",
+        f"--container-mounts={tmp_path}:{tmp_path},/data:/data:ro",
+        "--no-container-remap-root",
+        "--no-container-entrypoint",
+        "--container-writable",
+    ]
+    assert slurm_options.apptainer_command(box, tmp_path, True) == []
+    assert slurm_options.python_in(box, "/here/python") == "python3"
+
+
+def test_an_apptainer_container_wraps_the_node_s_command(tmp_path):
+    box = ContainerConfig(
+        kind="apptainer", image="/i.sif", mounts=["/data:/data"], python="/opt/python", arguments=["-C"]
+    )
+    config = load(["smoke"], [])
+    config = config.__class__(slurm=SlurmConfig(container=box, gpus_per_node=1))
+    assert submission.node_command(config, tmp_path, False) == [
+        "apptainer", "exec", "--nv", "--bind", f"{tmp_path}:{tmp_path}", "--bind", "/data:/data", "-C", "/i.sif",
+        "/opt/python", "-m", "miles_hpc.cli", "agent", f"{tmp_path}/submitted.toml", "--run-dir", str(tmp_path),
+    ]  # fmt: skip
+    assert slurm_options.pyxis_options(box, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("", None), ("30", 30), ("90:30", 91), ("1:30:00", 90), ("1-0", 1440), ("2-12:30", 3630), ("0:10", 1)],
+)
+def test_time_limits_in_slurm_s_forms(text, found):
+    assert submission.minutes(text) == found
+
+
+def test_a_time_limit_in_another_form_is_refused():
+    with pytest.raises(ConfigError, match=r'slurm\.time = "2h"'):
+        submission.minutes("2h")
+
+
+def test_the_file_system_of_a_path_is_that_of_its_innermost_mount(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/a / ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\nsrv:/x /tmp/my\\040home nfs4 rw 0 0\n")
+    from pathlib import Path
+
+    assert submission.file_system_of(Path("/var/x"), mounts) == "ext4"
+    assert submission.file_system_of(Path("/tmp/x"), mounts) == "tmpfs"
+    assert submission.file_system_of(Path("/tmp/my home/run"), mounts) == "nfs4"
+
+
+@pytest.mark.parametrize("name", ["100%", "a\nb", "a\\b"])
+def test_a_directory_that_slurm_cannot_write_to_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="Slurm cannot write its output there"):
+        submission.check_site(tmp_path / name)
+
+
+def test_nothing_of_a_surrounding_job_is_left_in_the_environment():
+    environ = {
+        "SLURM_CPU_BIND": "x",
+        "SBATCH_PARTITION": "p",
+        "PMI_RANK": "1",
+        "PMIX_ID": "2",
+        "SLURM_CONF": "/c",
+        "A": "b",
+    }
+    assert scrubbed(environ) == {"SLURM_CONF": "/c", "A": "b"}
+
+
+def test_times_and_settings_as_slurm_prints_them():
+    assert moment("N/A") is None and moment("Unknown") is None
+    assert moment("2026-01-02T03:04:05") is not None
+    assert (seconds_of("30 sec", 5), seconds_of("", 5)) == (30, 5)
