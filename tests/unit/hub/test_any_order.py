@@ -3,17 +3,31 @@
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from miles_hpc.config.schema import HealConfig
-from miles_hpc.hub.actions import Send
+from miles_hpc.hub.actions import Send, Tick
 from miles_hpc.hub.core import NEVER_STARTED, Phase
 from miles_hpc.wire.ids import Generation
-from miles_hpc.wire.messages import PortsReserved, StartWorker, WorkerExited, WorkerReady, WorkerStarted
+from miles_hpc.wire.messages import (
+    Heartbeat,
+    PortsReserved,
+    StartWorker,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+)
 
 pytestmark = pytest.mark.unit
 
 NODES, GPUS = 3, 2
+STATEFUL = ("executor", "trainer", "driver")
 HEAL = HealConfig(budget=3, window_s=60.0, backoff_s=1.0, max_backoff_s=4.0)
 
 
@@ -29,6 +43,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.f.join(index)
         self.incarnations = 0
         self.newest = {}
+        self.silent_since = {}
 
     def agent(self, index):
         return self.f.agents[index]
@@ -54,10 +69,15 @@ class AnyOrder(RuleBasedStateMachine):
             self.beat_once()
 
     def beat_once(self):
-        from miles_hpc.hub.actions import Tick
-        from miles_hpc.wire.messages import Heartbeat
-
         self.f.now += 0.5
+        for agent in self.f.agents:
+            since = self.silent_since.setdefault(agent.peer, self.f.now)
+            if not agent.silent:
+                self.silent_since[agent.peer] = self.f.now
+            elif self.f.now - since >= self.f.timing.fence:
+                # What the agent itself does when it has no hub for so long.
+                for worker in [worker for worker in agent.table if worker.startswith(STATEFUL)]:
+                    del agent.table[worker]
         for agent in self.f.agents:
             if not agent.silent:
                 self.f.receive(agent.peer, Heartbeat(seq=1))
@@ -247,9 +267,45 @@ class AnyOrder(RuleBasedStateMachine):
                 assert all(worker.ports is not None and not worker.gone for worker in cell.workers)
 
     @invariant()
+    def a_stateful_worker_runs_once(self):
+        """Wherever it is: on a node that is silent as well."""
+        running = [
+            row.worker
+            for agent in self.f.agents
+            for row in agent.table.values()
+            if row.pid and row.worker.startswith(STATEFUL)
+        ]
+        assert len(running) == len(set(running))
+
+    @invariant()
+    def a_group_runs_in_one_piece(self):
+        """No part of a training incarnation starts while another part of the last one may still run."""
+        cells = [cell for cell in self.f.core.cells.values() if cell.spec.group]
+        if any(cell.phase is Phase.STOPPING for cell in cells) and not self.f.verdicts:
+            assert not any(cell.phase in (Phase.RESERVING, Phase.RESERVED, Phase.STARTING) for cell in cells)
+
+    @invariant()
     def one_verdict_at_most(self):
         assert len(self.f.verdicts) <= 1
         self.f.sent[:] = self.f.verdicts
+
+
+def hold_promises(make, examples):
+    class Machine(AnyOrder):
+        pass
+
+    Machine.make = staticmethod(make)
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+            database=None,
+        ),
+    )
 
 
 def test_promises_hold_in_any_order(fleet, pool):
@@ -264,20 +320,22 @@ def test_promises_hold_in_any_order(fleet, pool):
             heal=HEAL,
         )
 
-    class Machine(AnyOrder):
-        pass
+    hold_promises(make, 50)
 
-    Machine.make = staticmethod(make)
-    from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=60,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            derandomize=True,
-            database=None,
-        ),
-    )
+def test_promises_hold_for_a_training_incarnation(fleet, pool):
+    unit = {"group": "training", "state": "stateful"}
+
+    def make():
+        return fleet(
+            pool("gpu", num_gpus_per_worker=1),
+            pool("executor", **unit),
+            pool("trainer", num_workers_per_cell=2, num_gpus_per_worker=1, **unit),
+            pool("driver", avoid_hub_node=True, **unit),
+            nodes=NODES,
+            gpus=GPUS,
+            join=False,
+            heal=HEAL,
+        )
+
+    hold_promises(make, 50)
