@@ -68,7 +68,8 @@ def differences(found: Inventory, granted: Granted) -> list[str]:
             f"this agent may use {found.memory_bytes // _MEBIBYTE} MiB of the {granted.memory_bytes // _MEBIBYTE} MiB "
             "that were granted: is --mem=0 missing in srun?"
         )
-    if granted.gpus != len(found.gpus) and (granted.gpus or found.gpus):
+    # Where CPUs were granted there is a scheduler, and GPUs that it does not mention are not ours.
+    if granted.gpus != len(found.gpus) and (granted.gpus or granted.cpus):
         lines.append(f"this agent sees {len(found.gpus)} GPUs, {granted.gpus} were granted to it")
     return lines
 

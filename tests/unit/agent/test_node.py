@@ -58,8 +58,10 @@ def test_what_differs_from_the_grant_is_said():
     cpus, memory, gpu = inventory.differences(found, Granted(cpus=8, memory_bytes=2 << 30, gpus=4))
     assert "1 of the 8 CPUs" in cpus and "--cpus-per-task" in cpus
     assert "1024 MiB of the 2048 MiB" in memory and "0 GPUs, 4 were granted" in gpu
-    (more,) = inventory.differences(found, Granted(cpus=0, memory_bytes=1)) or ["none"]
-    assert more == "none"
+    assert inventory.differences(found, Granted(memory_bytes=1)) == []
+    with_gpus = inventory.Inventory(cpus=1.0, memory_bytes=1 << 30, gpus=GPUS)
+    assert inventory.differences(with_gpus, Granted()) == []
+    assert inventory.differences(with_gpus, Granted(cpus=1)) == ["this agent sees 3 GPUs, 0 were granted to it"]
 
 
 def test_a_memory_limit_of_the_control_group_counts(tmp_path, monkeypatch):
