@@ -1,0 +1,146 @@
+"""What does the control plane cost, beside Ray? See `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SIDE_S = 280.0
+IMPORTS = 7
+
+QUESTIONS = (
+    ("a call, us", "rpc_p50_us", "ray_rpc_p50_us", 5.0),
+    ("calls a second, 64 open", "rpc_per_s", "ray_rpc_per_s", 10.0),
+    ("start to the first worker's first instruction, s", "ready_s", "ray_ready_s", 8.0),
+    ("idle plane, PSS, MB", "pss_mb", "ray_pss_mb", 8.0),
+    ("a killed process is known, ms", "death_ms_p50", "ray_death_ms_p50", 1.0),
+)
+"""What is compared: ours, Ray's, and by which factor ours is to be better."""
+LIMITS = (
+    ("death_ms_p99", 100.0),
+    ("respawn_ms_p99", 500.0),
+    ("agent_import_ms", 150.0),
+    ("agent_pss_mb", 40.0),
+    ("agent_files_opened", 600),
+)
+
+
+def side(python: str, script: str) -> dict[str, Any]:
+    """Run one of the measuring programs; the last object on its stdout is its result."""
+    done = subprocess.run([python, str(HERE / script)], capture_output=True, text=True, timeout=SIDE_S, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{script} ended with {done.returncode}: {done.stderr[-800:]}")
+    # Ray may say something about the actors that were killed after that.
+    found: dict[str, Any] = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    return found
+
+
+def import_ms() -> float:
+    """CPU time that importing the agent takes, beyond that of an empty program; the least of several."""
+
+    def cpu_s(code: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    empty = min(cpu_s("pass") for _ in range(IMPORTS))
+    return round((min(cpu_s("import miles_hpc.agent.run") for _ in range(IMPORTS)) - empty) * 1e3, 1)
+
+
+def files_opened() -> int | None:
+    """Files that an agent with a hub opens until it has joined; None where strace is not installed.
+
+    The agent alone is counted: the hub and what is started later have processes of their own.
+    """
+    strace = shutil.which("strace")
+    if strace is None:
+        return None
+    from miles_hpc.config.load import write_resolved
+    from miles_hpc.config.schema import Config, ModelConfig
+    from miles_hpc.launch.attempts import claim_attempt
+    from miles_hpc.wire.security import create_secrets
+
+    place = Path(tempfile.mkdtemp(prefix="bench-control-"))
+    run_dir = place / "run"
+    run_dir.mkdir()
+    claim_attempt(run_dir)
+    create_secrets(run_dir, 0)
+    write_resolved(Config(model=ModelConfig(path=str(place))), run_dir)
+    trace = place / "trace"
+    agent = [sys.executable, "-m", "miles_hpc.agent.run", "--run-dir", str(run_dir), "--attempt", "0"]
+    agent += ["--node-index", "0", "--address", "127.0.0.2", "--hub"]
+    # -ff: one file per process; the agent's own is named after the pid that its log tells.
+    process = subprocess.Popen([strace, "-ff", "-qq", "-e", "trace=open,openat", "-o", str(trace), *agent])
+    log = run_dir / "logs" / "attempt-0" / "node-00000" / "agent.jsonl"
+    try:
+        deadline = time.monotonic() + 60
+        while not (log.exists() and '"welcome"' in log.read_text()):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+        pid = json.loads(log.read_text().splitlines()[0])["pid"]
+        tasks = {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()}
+        lines = [
+            line
+            for task in tasks
+            for line in (place / f"trace.{task}").read_text().splitlines()
+            if "open" in line and not re.search(r'"/proc/|"/sys/', line)
+        ]
+        return len(lines)
+    finally:
+        process.terminate()
+        process.wait(30)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def ray_python() -> str:
+    return str(ROOT / ".runtimes" / "ray" / "bin" / "python")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench-control", description="What does the control plane cost, beside Ray?")
+    parser.add_argument("--with-ray", action="store_true", help="measure Ray beside, in the same run")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    given = parser.parse_args()
+    found: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 2)}
+    # In turns, so that what else the machine does meets both.
+    found |= side(sys.executable, "calls.py")
+    found |= side(ray_python(), "ray_side.py") if given.with_ray else {}
+    found |= side(sys.executable, "plane_side.py")
+    found["agent_import_ms"] = import_ms()
+    found["agent_files_opened"] = files_opened()
+
+    print(f"{'':<50} {'ours':>10} {'Ray':>10} {'ratio':>8} {'goal':>6}")
+    for text, ours, rays, goal in QUESTIONS:
+        mine, other = found[ours], found.get(rays)
+        ratio = ""
+        if other:
+            ratio = f"{mine / other if ours == 'rpc_per_s' else other / mine:.1f}"
+        shown = "" if other is None else f"{other:g}"
+        print(f"{text:<50} {mine:>10g} {shown:>10} {ratio:>8} {goal:>6g}")
+    print(f"{'a call over plain TCP, us':<50} {found['raw_p50_us']:>10g}")
+    for name, limit in LIMITS:
+        value = found[name]
+        print(f"{name:<50} {'not known' if value is None else f'{value:g}':>10} {'limit':>10} {limit:>8g}")
+    print(f"load before: {found['load_before']}. Ratios hold on a busy machine, times do not. Ray's time of death is a")
+    print("client's (a call raises); ours is the hub's, which tells clients at once. Ray has no dashboard here.")
+    if given.json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
