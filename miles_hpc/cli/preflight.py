@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -80,6 +81,7 @@ def preflight(loaded: Loaded, *, elsewhere: bool = False) -> list[str]:
     if not (elsewhere and config.slurm.container is not None):
         _check_interpreters(loaded)
         _check_packages(loaded)
+        _check_versions(loaded)
         _check_dotted_paths(loaded)
     if not elsewhere:
         _check_ports(loaded)
@@ -158,6 +160,45 @@ def _check_packages(loaded: Loaded) -> None:
             raise ConfigError(
                 f"{loaded.origin([key])}: {key} needs the package {name}, which {python} does not have{extra}{remedy}"
             )
+
+
+_OLDEST = {
+    "sglang": ("0.5.23", "weight updates in sessions, and weight versions by token"),
+    "sglang_router": ("0.3.2", "/workers"),
+}
+"""What an installed version must have at least, and what of it is used."""
+_VERSIONS = (
+    "import importlib.metadata as m, json, sys; "
+    "print(json.dumps({n: next((d.version for d in m.distributions() if d.name.replace('-', '_') == n), '') "
+    "for n in sys.argv[1:]}))"
+)
+
+
+def _check_versions(loaded: Loaded) -> None:
+    """A real SGLang or router that lacks what we call is refused here, not met in the middle of an update."""
+    for kind, name, key, remedy in _asked(loaded.config):
+        if name not in _OLDEST:
+            continue
+        python, (oldest, why) = python_of(loaded.config, kind), _OLDEST[name]
+        done = subprocess.run(
+            [python, "-c", _VERSIONS, name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_S,
+            check=False,
+        )
+        found = json.loads(done.stdout)[name] if done.returncode == 0 else ""
+        # A version that cannot be read (an editable install of one's own) is left to its owner.
+        if found and _numbers(found) < _numbers(oldest):
+            raise ConfigError(
+                f"{loaded.origin([key])}: {key}: {name} {found} of {python} is too old: {oldest} or newer has {why}; "
+                f"upgrade it{remedy}"
+            )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def _asked(config: Config) -> Iterator[tuple[str, str, str, str]]:

@@ -42,6 +42,10 @@ def sglang_command(
         given["tensor_parallel_size"] = max(gpus, 1) * nodes
     if gpus == 0:
         given["device"] = "cpu"
+    if inference.pause_mode == "in_place":
+        # Requests that stay in the batch forbid a flush, and a new one would go on from keys and values of the old
+        # weights: tokens of neither version (seen).
+        given["disable_radix_cache"] = True
     if config.model.chat_template:
         given["chat_template"] = config.model.chat_template
     if nodes > 1:

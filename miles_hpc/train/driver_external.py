@@ -27,6 +27,7 @@ from miles_hpc.train.progress import MetricsFile, RunSummary
 from miles_hpc.train.publish import WeightPublisher
 from miles_hpc.train.trainer import sync_tree
 from miles_hpc.wire.rpc import RpcServer
+from miles_hpc.wire.security import load_http_key
 
 if TYPE_CHECKING:
     from miles_hpc.wire.client import HubClient
@@ -308,7 +309,11 @@ async def drive_external(env: WorkerEnv, config: Config, hub: HubClient) -> RunS
             {"attempt": env.attempt, "driver": str(env.generation)},
             controller,
             export,
-            functools.partial(update_from_disk, pause_mode=config.inference.pause_mode),
+            functools.partial(
+                update_from_disk,
+                pause_mode=config.inference.pause_mode,
+                key=load_http_key(env.run_dir, env.attempt),
+            ),
             max(config.inference.window_timeout_s, config.inference.start_deadline_s),
         )
         commits = CommitLog(

@@ -181,6 +181,15 @@ def test_keys_lie_in_a_file_and_never_in_argv_or_environment():
     assert open_specs["router"].launch_command(context(http=1, prometheus=2))[1] == "-m"
 
 
+def test_weights_swapped_in_place_turn_the_prefix_cache_off():
+    argv = specs_of("inference.engine=sglang", "inference.pause_mode=in_place")["engine"].launch_command(
+        context(http=1, nccl=2)
+    )
+    assert "--disable-radix-cache" in argv
+    argv = specs_of("inference.engine=sglang")["engine"].launch_command(context(http=1, nccl=2))
+    assert "--disable-radix-cache" not in argv
+
+
 def test_groups_are_pools_of_their_own_with_their_own_arguments_and_gpu_offsets():
     config = config_of("inference.engine=sglang", "inference.gpus_per_engine=2", "inference.sglang.dtype=float16")
     groups = [
