@@ -351,6 +351,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context-length", type=int, default=0, help="longest sequence; 0: the model's")
 
 
+def common_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What both backends take alike of `add_arguments`, by keyword."""
+    return {
+        "chat_template": args.chat_template,
+        "weight_version": args.weight_version,
+        "context_length": args.context_length,
+        "max_running_requests": args.max_running_requests,
+    }
+
+
 def run_program(parser: argparse.ArgumentParser, program: Coroutine[Any, Any, None]) -> int:
     """Run a server to its end; a model directory or port that cannot be used is one line on stderr, status 2 or 1."""
     try:

@@ -373,16 +373,9 @@ class FakeBackend:
 
 
 async def _main(args: argparse.Namespace) -> None:
-    from miles_hpc.engine.api import serve
+    from miles_hpc.engine.api import common_settings, serve
 
-    backend = FakeBackend(
-        args.model_path,
-        token_ms=args.token_ms,
-        chat_template=args.chat_template,
-        weight_version=args.weight_version,
-        context_length=args.context_length,
-        max_running_requests=args.max_running_requests,
-    )
+    backend = FakeBackend(args.model_path, token_ms=args.token_ms, **common_settings(args))
     await serve(backend, args.host, args.port)
 
 

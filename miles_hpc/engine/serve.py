@@ -6,21 +6,14 @@ import argparse
 import logging
 import os
 
-from miles_hpc.engine.api import add_arguments, run_program, serve
+from miles_hpc.engine.api import add_arguments, common_settings, run_program, serve
 from miles_hpc.wire.program import setup_logging
 
 
 async def _main(args: argparse.Namespace) -> None:
     from miles_hpc.engine.embedded.backend import EmbeddedBackend
 
-    backend = EmbeddedBackend(
-        args.model_path,
-        threads=args.threads,
-        chat_template=args.chat_template,
-        weight_version=args.weight_version,
-        context_length=args.context_length,
-        max_running_requests=args.max_running_requests,
-    )
+    backend = EmbeddedBackend(args.model_path, threads=args.threads, **common_settings(args))
     await serve(backend, args.host, args.port)
 
 
