@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,7 @@ def files_opened() -> int | None:
     if strace is None:
         return None
     from miles_hpc.config.load import write_resolved
-    from miles_hpc.config.schema import Config, ModelConfig
+    from miles_hpc.config.schema import ClusterConfig, Config, ModelConfig
     from miles_hpc.launch.attempts import claim_attempt
     from miles_hpc.wire.security import create_secrets
 
@@ -78,12 +79,18 @@ def files_opened() -> int | None:
     run_dir.mkdir()
     claim_attempt(run_dir)
     create_secrets(run_dir, 0)
-    write_resolved(Config(model=ModelConfig(path=str(place))), run_dir)
+    # The hub waits for a second node that never comes, so that no worker is started.
+    write_resolved(Config(model=ModelConfig(path=str(place)), cluster=ClusterConfig(local_nodes=2)), run_dir)
     trace = place / "trace"
     agent = [sys.executable, "-m", "miles_hpc.agent.run", "--run-dir", str(run_dir), "--attempt", "0"]
     agent += ["--node-index", "0", "--address", "127.0.0.2", "--hub"]
     # -ff: one file per process; the agent's own is named after the pid that its log tells.
-    process = subprocess.Popen([strace, "-ff", "-qq", "-e", "trace=open,openat", "-o", str(trace), *agent])
+    process = subprocess.Popen(
+        [strace, "-ff", "-qq", "-e", "trace=open,openat", "-o", str(trace), *agent],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pid = 0
     log = run_dir / "logs" / "attempt-0" / "node-00000" / "agent.jsonl"
     try:
         deadline = time.monotonic() + 60
@@ -101,7 +108,10 @@ def files_opened() -> int | None:
         ]
         return len(lines)
     finally:
-        process.terminate()
+        if pid:
+            os.kill(pid, signal.SIGTERM)
+        else:
+            process.terminate()
         process.wait(30)
         shutil.rmtree(place, ignore_errors=True)
 
