@@ -229,9 +229,10 @@ class Agent:
             if signum in _STOP_SIGNALS or signum == signal.SIGUSR2:
                 self._last_foreign_signal = self._clock()
                 self.log.write("signal", name=signal.Signals(signum).name)
-            if self.options.slurm and signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            drains = self.options.slurm and not self.options.guest
+            if drains and signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
                 self._ask_to_drain(f"{self.options.node} got {signal.Signals(signum).name}")
-            elif signum in _STOP_SIGNALS:
+            elif signum in _STOP_SIGNALS or (self.options.guest and signum == signal.SIGUSR2):
                 self._leave(f"the agent got {signal.Signals(signum).name}", 1, by_signal=True)
 
     def _ask_to_drain(self, reason: str) -> None:

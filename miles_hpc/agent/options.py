@@ -29,6 +29,8 @@ class Options:
     """Agents of this run that share this machine."""
     slurm: bool = False
     """Signals come from Slurm, which takes the allocation away: they ask for a drain."""
+    guest: bool = False
+    """This node's job joined a run of another one: a signal ends this node only."""
     incarnation: str
     lifeline: int = -1
     """Descriptor that reaches its end when the warden is gone."""

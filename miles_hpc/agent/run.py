@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--run-id", default="", help="default: the name of the run directory")
     found.add_argument("--local-nodes", type=int, default=1, help="agents of this run on this machine")
     found.add_argument("--slurm", action="store_true", help="signals are Slurm's and ask for a drain")
+    found.add_argument("--guest", action="store_true", help="this node's job joined a run that another job began")
     for name, what in (("cpus", "CPUs"), ("memory", "bytes of memory"), ("gpus", "GPUs")):
         text = f"{what} that the scheduler has granted here; 0: not said"
         found.add_argument(f"--granted-{name}", type=int, default=0, help=text)
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             hub=given.hub,
             local_nodes=given.local_nodes,
             slurm=given.slurm,
+            guest=given.guest,
             incarnation=given.incarnation or secrets.token_hex(6),
             lifeline=given.lifeline,
             timing=config.timing,

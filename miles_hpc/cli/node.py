@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotInAllocation as error:
         return _refuse(str(error))
     run_dir = Path(arguments.run_dir).expanduser().absolute()
+    if arguments.join:
+        return join(run_dir, task)
     if task.index == 0:
         prepared = _prepare_and_say(arguments, run_dir, task)
     else:
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Node 0 has said why; the others only end with the same code.
         return prepared.exit_code
     try:
-        become_warden(run_dir, task, prepared)
+        become_warden(run_dir, task, prepared, task.index)
     except (ConfigError, OSError) as error:
         return _fail(f"{task.host}: the agent could not be started: {error}")
 
@@ -58,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add_files(found)
     found.add_argument("--run-dir", metavar="DIR", required=True, help="on a file system that all nodes share")
     found.add_argument("--resume", action="store_true", help="continue the run in --run-dir (a requeue implies it)")
+    found.add_argument("--join", action="store_true", help="be more nodes for the run in --run-dir, which goes on")
     found.add_argument(
         "--prepare-timeout",
         type=float,
@@ -66,6 +69,20 @@ def parser() -> argparse.ArgumentParser:
         help="how long the other nodes wait for the first one to check the files and build the model",
     )
     return found
+
+
+def join(run_dir: Path, task: Task) -> int:
+    """Become one more node of a run that another job began. Returns only when that fails."""
+    from miles_hpc.launch.joining import attempt_to_join, claim_place
+
+    try:
+        attempt = attempt_to_join(run_dir)
+        index = claim_place(run_dir, attempt, task)
+        become_warden(run_dir, task, Prepared(run_id=attempt.run_id, attempt=attempt.number), index, guest=True)
+    except AttemptError as error:
+        return _refuse(str(error))
+    except (ConfigError, OSError) as error:
+        return _fail(f"{task.host}: the agent could not be started: {error}")
 
 
 def _prepare_and_say(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepared:
@@ -138,8 +155,8 @@ def holds_attempts(run_dir: Path) -> bool:
     return bool(read_attempts(run_dir))
 
 
-def become_warden(run_dir: Path, task: Task, prepared: Prepared) -> NoReturn:
-    """Turn this process into the warden of this node.
+def become_warden(run_dir: Path, task: Task, prepared: Prepared, index: int, *, guest: bool = False) -> NoReturn:
+    """Turn this process into the warden of this node, which has place `index` in the run.
 
     Raises:
         ConfigError: when the resolved config cannot be read.
@@ -158,14 +175,16 @@ def become_warden(run_dir: Path, task: Task, prepared: Prepared) -> NoReturn:
         address = choose_address(network.interface, network.subnet, peers)
     except NoAddress as error:
         raise ConfigError(str(error)) from error
-    node = node_id(task.index)
+    node = node_id(index)
     agent = [sys.executable, "-m", "miles_hpc.agent.run", "--run-dir", str(run_dir), "--run-id", prepared.run_id]
-    agent += ["--attempt", str(prepared.attempt), "--node-index", str(task.index), "--address", address, "--slurm"]
+    agent += ["--attempt", str(prepared.attempt), "--node-index", str(index), "--address", address, "--slurm"]
     for other in other_addresses(address, network.interface, network.subnet):
         agent += ["--also", other]
     agent += ["--granted-cpus", str(task.cpus), "--granted-memory", str(task.memory_bytes)]
     agent += ["--granted-gpus", str(task.gpus)]
-    if task.index == 0:
+    if guest:
+        agent.append("--guest")
+    elif index == 0:
         agent.append("--hub")
     argv = [sys.executable, "-I", "-S", str(WARDEN), "--run-id", prepared.run_id, "--run-dir", str(run_dir)]
     # Without the daemon that started this task, Slurm neither ends it nor knows of its end.

@@ -147,6 +147,8 @@ class Cell:
     unplaced_since: float | None = None
     starts: int = 0
     wanted: bool = True
+    guest_of: str = ""
+    """The node of another job that brought this cell; it goes with the node."""
 
     @property
     def pool(self) -> str:
@@ -280,7 +282,11 @@ class Core:
 
     def missed_hosts(self) -> list[str]:
         """Hosts that were not there at the end, whether they said so or not."""
-        return [node.host for node in self.nodes.values() if node.left_early or not node.left]
+        return [
+            node.host
+            for node in self.nodes.values()
+            if node.index < self.info.expected_nodes and (node.left_early or not node.left)
+        ]
 
     def lost_hosts(self) -> list[str]:
         """Hosts whose agents are silent and never said goodbye."""

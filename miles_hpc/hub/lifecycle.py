@@ -140,6 +140,8 @@ def _on_refused(core: Core, cell: Cell, text: str) -> None:
     if cell.unplaced_since is None:
         cell.unplaced_since = core.now
         core.note("cell_unplaced", "warning", cell=cell.id, reason=text)
+    if cell.guest_of:
+        return  # it is wanted only while its own node is there, which may be leaving
     whole = sum(1 for node in core.nodes.values() if node.condition == "alive" and not node.left)
     moving = any(other.phase is Phase.STOPPING for other in core.cells.values())
     moving = moving or any(node.strays for node in core.nodes.values())

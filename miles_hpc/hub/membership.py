@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from miles_hpc.hub import lifecycle, recovery, standing
+from miles_hpc.hub import elastic, lifecycle, recovery, standing
 from miles_hpc.hub.actions import EXIT_CODES
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
 from miles_hpc.hub.healing import Ending
@@ -48,6 +48,7 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
         core.note("node_differs", "warning", node=name, host=hello.host, text=text)
     core.send(peer, welcome(core, node))
     standing.on_hello(core, node.id)
+    elastic.on_hello(core, node)
     if core.shutdown_sent:
         core.send(peer, shutdown_order(core))
         return
@@ -168,6 +169,7 @@ def on_goodbye(core: Core, node: Node, reason: str) -> None:
     node.left, node.left_early = True, core.outcome is None
     node.gpu_holders.clear()
     node.strays.clear()
+    elastic.on_gone(core, node)
     text = f"the agent of {node.id} ({node.host}) left: {reason or 'no reason given'}"
     for cell, worker in core.workers_on(node.id):
         lifecycle.on_worker_gone(core, cell, worker, Ending(text, budgeted=False, outcome=core.when_told_to_leave()))
@@ -176,6 +178,7 @@ def on_goodbye(core: Core, node: Node, reason: str) -> None:
 
 
 def _lose_workers(core: Core, node: Node, text: str) -> None:
+    elastic.on_gone(core, node)
     for cell, worker in core.workers_on(node.id):
         # It may still run there; should the node come back, it is stopped then.
         node.strays[worker.id] = cell.generation

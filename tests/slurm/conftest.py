@@ -55,10 +55,16 @@ class Job:
 
     def __init__(self, job_id: str, run_dir: Path, output: Path | None = None) -> None:
         self.id, self.run_dir, self.output = job_id, run_dir, output
+        self._last_state = "PENDING"
 
     def state(self) -> str:
-        """What squeue says; empty once slurmctld has forgotten the job."""
-        return command("squeue", "-h", "-t", "all", "-j", self.id, "-o", "%T", check=False).strip()
+        """What squeue says, or said last where it does not answer; empty once slurmctld has forgotten the job."""
+        try:
+            self._last_state = command("squeue", "-h", "-t", "all", "-j", self.id, "-o", "%T").strip()
+        except AssertionError as error:
+            if "Invalid job id" in str(error):
+                self._last_state = ""
+        return self._last_state
 
     def in_queue(self) -> bool:
         return self.state() in ALIVE
