@@ -266,13 +266,14 @@ def test_an_engine_killed_in_a_broadcast_ends_the_window_within_a_bound_and_the_
         await session.in_flight()
         window = await session.controller.start_update_weights(60)
         victim = pair.engines[0]
+        scheduler = pair.scheduler_of(victim)
         sender = TensorSender(tensors_of(session.weights(version)), bucket_bytes=20_000)
         send = sender.send
 
         def strike(bucket: int) -> None:
             if bucket == 2:
+                os.kill(scheduler.pid, signal.SIGKILL)
                 os.kill(victim.process.pid, signal.SIGKILL)
-                os.kill(pair.scheduler_of(victim).pid, signal.SIGKILL)
             send(bucket)
 
         sender.send = strike
