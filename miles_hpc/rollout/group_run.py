@@ -56,6 +56,7 @@ class GroupRun:
         generate: fills a sample.
         scorer: scores it.
         filters: which groups may be trained on.
+        slots: of samples that run at once, over all groups of the worker; None: no bound.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class GroupRun:
         generate: GenerateFunction,
         scorer: Scorer,
         filters: Sequence[Filter] = (),
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
         self.order = order
         self.reward_calls = 0
@@ -75,6 +77,7 @@ class GroupRun:
         self._generate = generate
         self._scorer = scorer
         self._filters = filters
+        self._slots = slots
         self._stages: dict[int, tuple[str, float]] = {}
         self._contexts: list[GenerateContext] = []
         self.interrupted = False
@@ -97,7 +100,7 @@ class GroupRun:
             GroupInterrupted: it was interrupted before all samples were finished.
         """
         samples = self._samples()
-        tasks = [asyncio.ensure_future(self._run_sample(sample)) for sample in samples]
+        tasks = [asyncio.ensure_future(self._in_slot(sample)) for sample in samples]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -141,6 +144,12 @@ class GroupRun:
             if partial.index < len(samples):
                 partial.restore(samples[partial.index], mask=self._config.rollout.mask_off_policy)
         return samples
+
+    async def _in_slot(self, sample: Sample) -> list[Sample]:
+        if self._slots is None:
+            return await self._run_sample(sample)
+        async with self._slots:
+            return await self._run_sample(sample)
 
     async def _run_sample(self, sample: Sample) -> list[Sample]:
         def stage(name: str) -> None:

@@ -83,6 +83,11 @@ class RolloutWorker:
         self._scorer = Scorer(config.reward.function, timeout_s=config.reward.timeout_s, url=config.reward.url)
         self._filters = [Filter(path) for path in config.rollout.filters]
         self._eval_functions: dict[str, GenerateFunction] = {}
+        rollout = config.rollout
+        # Under `sample`, further groups wait here, so that a sample that ends makes room for the next one at once.
+        by_sample = rollout.submission == "sample"
+        self._credits = rollout.concurrency * (2 if by_sample else 1)
+        self._slots = asyncio.Semaphore(rollout.concurrency * rollout.samples_per_prompt) if by_sample else None
         self._aborts: set[asyncio.Task[None]] = set()
         self._incarnation = 0
         self._running: dict[str, tuple[GroupRun, asyncio.Task[None]]] = {}
@@ -175,7 +180,7 @@ class RolloutWorker:
                     worker=self._env.worker,
                     generation=self._env.generation,
                     pid=os.getpid(),
-                    credits=self._config.rollout.concurrency,
+                    credits=self._credits,
                     incarnation=self._incarnation,
                     holds=[*self._running, *self._kept],
                 )
@@ -236,7 +241,7 @@ class RolloutWorker:
             self._send(self._kept[name])
             return
         generate = self._generate_of(order)
-        run = GroupRun(order, self._config, self._services, generate, self._scorer, self._filters)
+        run = GroupRun(order, self._config, self._services, generate, self._scorer, self._filters, self._slots)
         self._running[name] = (run, asyncio.ensure_future(self._run(run)))
 
     def _generate_of(self, order: RunGroup) -> GenerateFunction:

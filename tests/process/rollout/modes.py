@@ -94,3 +94,15 @@ async def counted(sample, context):
     while (place / "hold").exists():  # noqa: ASYNC110 - the test is another process
         await asyncio.sleep(0.01)
     fill(sample, [sample.seed % 1000, sample.index])
+
+
+async def stepped(sample, context):
+    """The last sample of a group takes long, the others are done at once; leaves what runs at once."""
+    place = Path(os.environ["SCRIPT_DIR"])
+    mark = place / f"in.{os.getpid()}.{sample.group}.{sample.index}"
+    mark.touch()
+    with (place / "crowd").open("a") as file:
+        file.write(f"{len(list(place.glob('in.*')))} {len({path.name.split('.')[2] for path in place.glob('in.*')})}\n")
+    await asyncio.sleep(0.3 if sample.index == 3 else 0.02)
+    mark.unlink()
+    fill(sample, [sample.index])

@@ -324,3 +324,19 @@ def test_prompts_may_come_from_a_function_and_keep_keys_that_are_passed_through(
         await driver.client.close()
 
     go(run, scenario())
+
+
+def test_samples_that_end_make_room_at_once_where_credits_count_samples(small_run, drive):
+    settings = config("stepped", submission="sample")
+    settings["rollout"] |= {"concurrency": 1, "batch_size": 8}
+    run = small_run(config=settings)
+
+    async def scenario():
+        driver = await begin(run, drive, workers=1)
+        await driver.client.generate(1, 1)
+        await driver.client.close()
+
+    go(run, scenario())
+    crowd = [line.split() for line in (run.run_dir / "crowd").read_text().splitlines()]
+    assert max(int(samples) for samples, _ in crowd) == 4
+    assert max(int(groups) for _, groups in crowd) == 2  # the next group begins while a slow sample is left
