@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -161,11 +162,11 @@ class HubUnderTest:
 
 
 @pytest.fixture
-def start_hub(tmp_path):
+def start_hub_in():
+    """Start a hub in a given run directory."""
     hubs: list[HubUnderTest] = []
 
-    def start(nodes: int = 1, **more: object) -> HubUnderTest:
-        run_dir = tmp_path / f"run{len(hubs)}"
+    def start(run_dir: Path, nodes: int = 1, **more: object) -> HubUnderTest:
         run_dir.mkdir()
         hubs.append(HubUnderTest(run_dir, nodes, **more))
         return hubs[-1]
@@ -173,6 +174,17 @@ def start_hub(tmp_path):
     yield start
     for hub in hubs:
         hub.close()
+
+
+@pytest.fixture
+def start_hub(tmp_path, start_hub_in):
+    """Start a hub in a run directory of its own."""
+    numbers = itertools.count()
+
+    def start(nodes: int = 1, **more: object) -> HubUnderTest:
+        return start_hub_in(tmp_path / f"run{next(numbers)}", nodes, **more)
+
+    return start
 
 
 @pytest.fixture

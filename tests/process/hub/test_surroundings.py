@@ -1,0 +1,134 @@
+"""A hub whose surroundings are bad: its address, its limits, its file system."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from miles_hpc.config.load import write_resolved
+from miles_hpc.config.schema import ClusterConfig, Config
+from miles_hpc.wire.messages import Done, FinishRun, PoolAddrs, Shutdown
+from miles_hpc.wire.security import create_secrets
+
+from .test_hub_process import started
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+def hub_alone(run_dir, nodes=1, address="127.0.0.1", limits=None):
+    """Run a hub that is expected to end by itself; returns its exit code and its log."""
+    run_dir.mkdir()
+    write_resolved(Config(cluster=ClusterConfig(local_nodes=nodes)), run_dir)
+    create_secrets(run_dir, 0)
+    argv = [sys.executable, "-m", "miles_hpc.hub.run", "--run-dir", str(run_dir), "--attempt", "0"]
+    lower = None if limits is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    done = subprocess.run(
+        [*argv, "--address", address], preexec_fn=lower, capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = (run_dir / "logs" / "attempt-0" / "hub.jsonl").read_text().splitlines()
+    return done.returncode, [json.loads(line) for line in lines]
+
+
+def test_an_address_that_is_not_this_machine_s_is_named(tmp_path):
+    code, events = hub_alone(tmp_path / "run", address="192.0.2.77")
+    assert code == 1
+    assert events[-1]["event"] == "hub_failed" and "cannot listen on 192.0.2.77" in events[-1]["reason"]
+    assert not (tmp_path / "run" / "rendezvous" / "0" / "epoch-00001.json").exists()
+
+
+def test_a_hard_limit_of_open_files_below_the_need_is_refused_with_the_number(tmp_path):
+    code, events = hub_alone(tmp_path / "run", nodes=1000, limits=(256, 256))
+    assert code == 1 and events[-1]["event"] == "hub_failed"
+    assert "open files, but the limit is 256 and the hard limit 256" in events[-1]["reason"]
+    assert "1000 nodes" in events[-1]["reason"]
+
+
+def test_a_soft_limit_below_the_need_is_raised(start_hub):
+    hub = start_hub(nodes=1000, parent=["/bin/sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh"])
+    soft, _ = resource.prlimit(hub.process.pid, resource.RLIMIT_NOFILE)
+    assert soft > 1000
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """An empty tmpfs of 2 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("mounting needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place):
+    with contextlib.suppress(OSError), (place / "full").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+
+
+def healed(hub, agent, driver, worker):
+    before = driver.of(PoolAddrs)[-1].healed
+    agent.worker_dies(worker)
+    hub.pump(lambda: driver.of(PoolAddrs)[-1].healed == before + 1, "the heal")
+    hub.pump(lambda: worker in agent.running, "the next generation")
+
+
+def test_on_a_full_disk_the_run_goes_on_and_ends(small_disk, start_hub_in):
+    hub = start_hub_in(small_disk / "run")
+    agent = hub.agent(0)
+    driver = started(hub, agent)
+    fill(small_disk)
+    healed(hub, agent, driver, "engine-policy-0-00001-00000")
+    driver.send(FinishRun(outcome="finished", call_id="f"))
+    assert hub.end() == 1, "the verdict could not be written, and the hub's exit code says so"
+    assert driver.of(Done) == [Done(call_id="f")]
+    assert agent.of(Shutdown) == [Shutdown(reason="finished", exit_code=0)]
+
+
+@pytest.fixture
+def frozen_disk(tmp_path):
+    """A file system on a loop device, with a function that stops all writes to it for some seconds."""
+    place, image = tmp_path / "disk", tmp_path / "image"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    made = subprocess.run(["mkfs.ext4", "-q", str(image)], check=False).returncode == 0
+    if not made or subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=False).returncode != 0:
+        pytest.skip("loop devices need root")
+    thawing: list[threading.Timer] = []
+
+    def thaw():
+        subprocess.run(["fsfreeze", "-u", str(place)], check=False, stderr=subprocess.DEVNULL)
+
+    def freeze(seconds):
+        # Thawed by time, whatever the test does: a process that waits for a frozen file system cannot be killed.
+        thawing.append(threading.Timer(seconds, thaw))
+        thawing[-1].start()
+        subprocess.run(["fsfreeze", "-f", str(place)], check=True)
+
+    yield place, freeze, thaw
+    thaw()
+    for timer in thawing:
+        timer.cancel()
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_file_system_that_stands_still_holds_up_no_heal(frozen_disk, start_hub_in):
+    place, freeze, thaw = frozen_disk
+    hub = start_hub_in(place / "run")
+    agent = hub.agent(0)
+    driver = started(hub, agent)
+    freeze(25)
+    healed(hub, agent, driver, "engine-policy-0-00001-00000")
+    healed(hub, agent, driver, "engine-policy-0-00000-00000")
+    thaw()
+    driver.send(FinishRun(outcome="finished", call_id="f"))
+    assert hub.end() == 0
+    assert json.loads((place / "run" / "summary.json").read_text())["outcome"] == "finished"
