@@ -16,7 +16,7 @@ from miles_hpc.inference.weights import WeightsNotTaken, update_from_disk
 from miles_hpc.train.make_model import make_model
 from miles_hpc.wire.address import HostAndPort
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 
