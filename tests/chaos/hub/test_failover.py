@@ -17,6 +17,9 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
 ]
 
+SOON = ("timing.failover_max=17", "timing.hub_stall=18", "timing.fence=24")
+"""The order of the deadlines holds, and stateful cells are replaced in half the time."""
+
 
 @pytest.fixture
 def spread(tmp_path):
@@ -32,8 +35,8 @@ def spread(tmp_path):
 
 
 def test_the_hubs_node_is_lost_and_another_one_takes_over(spread, undisturbed):
-    steps = "steps=60"
-    run = spread(3, steps)
+    steps = "steps=40"
+    run = spread(3, steps, *SOON)
     run.reach(6)
     engines = {index: run.engines_on(index) for index in (1, 2)}
     lost = time.monotonic()
@@ -91,7 +94,7 @@ def test_a_frozen_node_that_is_thawed_finds_itself_replaced(spread):
 
 
 def test_a_frozen_driver_that_wakes_up_commits_nothing(spread):
-    run = spread(3, "steps=4000", "train.save_every=1")
+    run = spread(3, "steps=4000", "train.save_every=1", *SOON)
     run.reach(3)
     home = run.node_of("driver-00000")
     assert home != 0, "stateful cells avoid the hub's node"
@@ -126,13 +129,13 @@ def test_a_hub_that_is_stopped_for_a_while_loses_nobody(spread):
 
 
 def test_a_hub_that_stands_still_is_started_again_before_any_fence(spread):
-    run = spread(2, "steps=4000")
+    run = spread(2, "steps=4000", *SOON)
     run.reach(3)
     pools = ("engine-policy-0", "trainer", "driver", "executor")
     before = {pool: run.pids(pool) for pool in pools}
     os.kill(run.hub_pid(), signal.SIGSTOP)
     started = time.monotonic()
-    run.hub_of_epoch(2, 44)
-    assert 28 < time.monotonic() - started < 44
+    run.hub_of_epoch(2, 24)
+    assert time.monotonic() - started > 16
     run.reach(run.step() + 5)
     assert {pool: run.pids(pool) for pool in pools} == before and run.epochs() == [1, 2]
