@@ -21,6 +21,7 @@ from miles_hpc.agent.hub_keeper import HubKeeper
 from miles_hpc.agent.link import AgentLink
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.options import Options
+from miles_hpc.agent.place import place_name
 from miles_hpc.agent.ports import PortLocks, Ports
 from miles_hpc.agent.probes import Probes
 from miles_hpc.agent.scratch import Scratch
@@ -92,7 +93,7 @@ class Agent:
         logs = LogKeeper()
         self.surroundings = NodeSurroundings(
             options.log_dir,
-            Scratch(f"{options.run_dir}/{options.attempt}/{options.node}", os.environ, options.scratch),
+            Scratch(place_name(str(options.run_dir), options.attempt, options.node), os.environ, options.scratch),
             NodeGpus(self._inventory.gpus, os.environ.get(VISIBLE), options.gpu),
             logs=logs,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import tempfile
@@ -26,19 +25,16 @@ class Scratch:
     """The scratch directory of one agent, with one directory per worker and compile caches that they share.
 
     Args:
-        key: what makes it unique on this machine: run directory, attempt, node.
+        name: of the directory, unique on this machine (`place.place_name`).
         environ: read for SLURM_TMPDIR and TMPDIR, and for what the user set himself.
         wanted: the directory that the run file names, tried first.
     """
 
-    def __init__(self, key: str, environ: Mapping[str, str], wanted: str = "") -> None:
+    def __init__(self, name: str, environ: Mapping[str, str], wanted: str = "") -> None:
         self._environ = environ
         base = choose_base([wanted, environ.get("SLURM_TMPDIR", ""), environ.get("TMPDIR", ""), "/tmp", "/dev/shm"])
-        # Short: a unix socket's path, which programs like to put here, holds 107 bytes.
-        digest = hashlib.blake2b(key.encode(), digest_size=5).hexdigest()
-        self.name = f"mh{os.getuid()}-{digest}"
-        """Unique on this machine."""
-        self.root = base / self.name
+        self.name = name
+        self.root = base / name
         self.root.mkdir(mode=0o700, exist_ok=True)
         if self.root.stat().st_uid != os.getuid():
             raise ScratchError(f"{self.root} belongs to another user: remove it, or set TMPDIR to a directory of yours")

@@ -46,6 +46,7 @@ class Warden:
         self, *, run_id: str, run_dir: str, attempt: int, node: str, agent_argv: list[str], stop_grace: float
     ) -> None:
         self.run_dir = run_dir
+        self.attempt = attempt
         self.node = node
         self.agent_argv = agent_argv
         self.stop_grace = stop_grace
@@ -55,6 +56,15 @@ class Warden:
 
     def run(self) -> int:
         """Keep an agent running until it leaves, and leave nothing behind. Returns the exit code."""
+        code = self._run()
+        # Imported at the end: while it waits, the warden is to be small.
+        from miles_hpc.agent.cgroups import WorkerGroups
+        from miles_hpc.agent.place import place_name
+
+        WorkerGroups(place_name(self.run_dir, self.attempt, self.node)).close()
+        return code
+
+    def _run(self) -> int:
         procfs.become_subreaper()
         signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
         while True:

@@ -68,14 +68,33 @@ def groups(node):
         pytest.skip("this machine lets nobody make control groups")
 
 
+def _group_of(pid: int) -> Path:
+    """The worker's own group; other agents of this machine have groups of the same name."""
+
+    def found() -> list[Path]:
+        return [
+            path for own in cgroups.own_groups() for path in own.glob(f"mh*/{WORKER}") if pid in cgroups.members(path)
+        ]
+
+    assert eventually(lambda: len(found()) == 1), found()
+    return found()[0]
+
+
 def test_a_worker_and_all_that_it_starts_are_in_a_group_of_its_own_that_goes_with_it(hub, node, groups):
     started = hub.start(WORKER, f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {IDLE!r}])\n{IDLE}")
-    (group,) = [path for own in cgroups.own_groups() for path in own.glob(f"mh*/{WORKER}")]
+    group = _group_of(started.pid)
     assert eventually(lambda: len(cgroups.members(group)) == 2)
     assert started.pid in cgroups.members(group)
     hub.stop(WORKER)
     hub.exited(WORKER)
     assert not group.exists()
+
+
+def test_no_group_outlives_a_node_whose_agent_was_killed(hub, node, nodes, groups):
+    group = _group_of(hub.start(WORKER, IDLE).pid)
+    nodes.wardens["node-00000"].send_signal(signal.SIGQUIT)
+    assert nodes.wardens["node-00000"].wait(40) == 1
+    assert not group.parent.exists()
 
 
 def test_what_the_kernel_kills_for_lack_of_memory_is_called_by_its_name(hub, node, groups):
@@ -84,8 +103,8 @@ def test_what_the_kernel_kills_for_lack_of_memory_is_called_by_its_name(hub, nod
     hub.exited(WORKER)
     eats = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.02)\nx = b'x' * (512 << 20)"
     go = hub.run_dir / "go"
-    hub.start(WORKER, eats, n=2, arguments=(str(go),))
-    (group,) = [path for own in cgroups.own_groups() for path in own.glob(f"mh*/{WORKER}")]
+    started = hub.start(WORKER, eats, n=2, arguments=(str(go),))
+    group = _group_of(started.pid)
     limit = next((group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()), None)
     if limit is None:
         pytest.skip("the memory controller is not handed down here")

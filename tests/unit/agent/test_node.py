@@ -11,6 +11,7 @@ import pytest
 from miles_hpc.agent import cgroups, gpus, inventory
 from miles_hpc.agent.inventory import Granted
 from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.place import place_name
 from miles_hpc.agent.run import parser
 from miles_hpc.agent.scratch import Scratch, ScratchError, choose_base
 from miles_hpc.agent.table import read_tail
@@ -94,7 +95,7 @@ def test_scratch_is_the_first_usable_directory(tmp_path):
 
 
 def test_each_worker_has_a_short_private_directory_that_goes_with_it(tmp_path):
-    scratch = Scratch("/run/0/node-00000", {"TMPDIR": str(tmp_path), "HOME": "/home/x"})
+    scratch = Scratch(place_name("/run", 0, "node-00000"), {"TMPDIR": str(tmp_path), "HOME": "/home/x"})
     first, second = scratch.make(), scratch.make()
     assert first != second and first.stat().st_mode & 0o777 == 0o700
     assert len(str(first)) - len(str(tmp_path)) < 30
