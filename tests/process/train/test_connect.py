@@ -77,7 +77,7 @@ def test_the_documented_example_trains_with_plain_torch_under_torchrun(start):
     )
     trainer = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *(str(ROOT / "examples" / "own_trainer.py"), str(run.run_dir)),
         ],
         capture_output=True,
