@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,11 +27,11 @@ class StandingState:
 
     acts: bool = True
     heard_half_at: float = 0.0
-    lease_renewed_at: float = -1e9
-    said_at: float = -1e9
+    lease_renewed_at: float = -math.inf
+    said_at: float = -math.inf
     said: Standing | None = None
     roster_dirty: bool = False
-    roster_at: float = -1e9
+    roster_at: float = -math.inf
 
 
 def heard_of_first_job(core: Core) -> tuple[int, int]:

@@ -1,12 +1,15 @@
 """Edges that a flipped operator would move unseen; found by tools/mutate-hub."""
 
+import msgspec
 import pytest
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.hub import drain
-from miles_hpc.hub.actions import Send
+from miles_hpc.hub.actions import Send, Tick
+from miles_hpc.hub.placement import NodeSlots, place
+from miles_hpc.specs.base import SchedulingSpec
 from miles_hpc.wire.ids import Generation
-from miles_hpc.wire.messages import Draining, Refused, ReservePorts, Welcome
+from miles_hpc.wire.messages import Draining, Goodbye, Refused, ReservePorts, StopWorker, Welcome, WorkerReady
 
 pytestmark = pytest.mark.unit
 
@@ -81,3 +84,56 @@ def test_the_walltime_clock_leaves_time_to_stop(fleet, pool, left, deadline):
     assert f.core.drain is None
     drain.on_time_left(f.core, left)
     assert Send(peer, Draining(reason=f.core.drain.reason, deadline_s=deadline)) in f.core.out
+
+
+def test_the_least_occupied_node_is_judged_by_share_and_not_by_number():
+    large = NodeSlots("large", cpus=8.0, gpus=0, free_gpus=frozenset(), cpus_used=4.0)
+    small = NodeSlots("small", cpus=2.0, gpus=0, free_gpus=frozenset(), cpus_used=1.2)
+    assert place("c", SchedulingSpec(), [small, large]) == [("large", ())]
+    unused = NodeSlots("unused", cpus=1.0, gpus=0, free_gpus=frozenset())
+    assert unused.cpus_used == 0 and place("c", SchedulingSpec(), [large, unused]) == [("unused", ())]
+
+
+def test_of_two_generations_of_a_cell_a_new_hub_adopts_the_newer_one(fleet, pool):
+    f = fleet(pool("engine"), nodes=2)
+    first, second = f.agents
+    (row,) = first.table.values()
+    second.table[row.worker] = msgspec.structs.replace(row, generation=Generation(1, 2), pid=999)
+    f.next_hub()
+    f.join(0)
+    f.join(1)
+    f.apply(Tick())
+    engine = f.cell("engine-00000")
+    assert engine.generation == Generation(1, 2) and engine.workers[0].node == "node-00001"
+    assert [(order.worker, order.generation) for order in f.orders(StopWorker)] == [(row.worker, Generation(1, 1))]
+
+
+def test_a_cell_that_is_half_ready_is_adopted_as_starting(fleet, pool):
+    f = fleet(pool("trainer", num_workers_per_cell=2))
+    (agent,) = f.agents
+    row = agent.table["trainer-00000-00001"]
+    agent.table[row.worker] = msgspec.structs.replace(row, state="starting")
+    f.next_hub()
+    f.join(0)
+    f.apply(Tick())
+    assert f.phases() == {"trainer-00000": "starting"}
+    f.receive(agent.peer, WorkerReady(worker=row.worker, generation=row.generation))
+    assert f.phases() == {"trainer-00000": "ready"}
+
+
+def test_an_agent_that_left_is_not_heard(fleet, pool):
+    f = fleet(pool("engine"), nodes=4)
+    f.receive(f.agents[3].peer, Goodbye(reason="done"))
+    f.agents[3].left = True
+    f.agents[1].silent = f.agents[2].silent = True
+    f.pass_time(5)
+    assert f.core.nodes["node-00003"].condition == "alive" and not f.core.standing.acts
+
+
+def test_a_stateful_worker_of_a_dead_node_is_gone_just_after_the_fence(fleet, pool):
+    f = fleet(pool("driver", state="stateful", avoid_hub_node=True), nodes=2)
+    f.agents[1].silent = True
+    f.pass_time(f.core.timing.fence + 5.0)
+    assert f.phases() == {"driver-00000": "stopping"}
+    f.pass_time(1.0)
+    assert f.phases() == {"driver-00000": "ready"}
