@@ -21,7 +21,7 @@ from miles_hpc.cli.parsing import Parser, add_files
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.launch.allocation import NotInAllocation, Task
 from miles_hpc.launch.attempts import AttemptError
-from miles_hpc.launch.preparation import PreparationTimeout, Prepared, say_prepared, wait_prepared
+from miles_hpc.launch.preparation import PreparationTimeout, Prepared, say_prepared, wait_prepared, wait_shared
 from miles_hpc.wire.program import setup_logging
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepared = _prepare_and_say(arguments, run_dir, task)
     else:
         try:
+            wait_shared(run_dir)
             prepared = wait_prepared(run_dir, task.job, task.step, arguments.prepare_timeout)
         except PreparationTimeout as error:
             return _fail(str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _PROGRESS_EVERY_S = 10.0
+SHARED_WITHIN_S = 20.0
+"""What a shared file system may take to show a new directory on another node."""
 
 
 class PreparationTimeout(Exception):
@@ -52,6 +55,22 @@ def say_prepared(run_dir: Path, job: JobKey, step: str, prepared: Prepared) -> N
         file.flush()
         os.fsync(file.fileno())
     draft.replace(target)
+
+
+def wait_shared(run_dir: Path, timeout_s: float = SHARED_WITHIN_S) -> None:
+    """Wait until this node sees the run directory, which exists before the first task is started.
+
+    Raises:
+        PreparationTimeout: when it does not: it lies on a file system of another node alone.
+    """
+    deadline, never = time.monotonic() + timeout_s, threading.Event()
+    while not run_dir.is_dir():
+        if time.monotonic() >= deadline:
+            raise PreparationTimeout(
+                f"{run_dir} is not seen on {socket.gethostname()} after {timeout_s:g} s: choose a --run-dir on a file "
+                "system that all nodes share"
+            )
+        never.wait(_LONGEST_PAUSE_S)
 
 
 def wait_prepared(run_dir: Path, job: JobKey, step: str, timeout_s: float) -> Prepared:

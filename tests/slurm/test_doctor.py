@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_noexec_scratch_and_a_cut_route_are_named_and_only_those(bed: Bed):
 
 
 def test_on_a_login_node_it_looks_at_the_site_alone(bed: Bed, tmp_path):
-    text = command("miles-hpc", "doctor", "--directory", tmp_path, "--json")
+    text = command(sys.executable, "-m", "miles_hpc.cli", "doctor", "--directory", tmp_path, "--json")
     found = json.loads(text)
     assert {row["check"] for row in found} >= {"slurm", "accounting", "cpus", "link", "scratch"}
     assert not any(row["level"] == "fail" for row in found)

@@ -124,3 +124,24 @@ def test_bad_input_ends_the_job_with_one_line_and_code_2(bed: Bed, arguments, sa
     assert job.accounted() == ("FAILED", "2:0")
     lines = [line for line in job.said().splitlines() if line.startswith("miles-hpc: ")]
     assert len(lines) == 1 and said in lines[0]
+
+
+def test_a_preempted_run_drains_within_its_grace_time_and_is_queued_again_once(bed: Bed, undisturbed):
+    job = bed.submit(*SMOKE)
+    job.wait_steps(8)
+    script = bed.folder / "other.sh"
+    script.write_text("#!/bin/bash\nexec srun --ntasks-per-node=1 sleep 5\n")
+    other = bed.submit(script=script, options=["--partition=high", "--nodes=4", "--exclusive"])
+    drained = job.verdict(timeout_s=40)
+    assert drained["outcome"] == "drained" and "is committed" in drained["reason"], drained["reason"]
+    assert other.wait(90) == "COMPLETED"
+    assert job.wait(150) == "COMPLETED", job.said()
+    assert job.attempts() == [0, 1]
+    assert job.verdict(1)["outcome"] == "finished"
+    assert job.ledger() == first_steps(undisturbed, 40)
+
+
+def test_a_run_directory_that_other_nodes_do_not_see_is_named(bed: Bed):
+    job = bed.submit("smoke", "--run-dir", "/dev/shm/mh-private", "--set", "timing.join=15", options=["--nodes=2"])
+    job.wait(90)
+    assert "/dev/shm/mh-private is not seen on node2 after 20 s" in job.said()
