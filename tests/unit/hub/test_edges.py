@@ -137,3 +137,15 @@ def test_a_stateful_worker_of_a_dead_node_is_gone_just_after_the_fence(fleet, po
     assert f.phases() == {"driver-00000": "stopping"}
     f.pass_time(1.0)
     assert f.phases() == {"driver-00000": "ready"}
+
+
+def test_a_silent_node_that_ran_nothing_is_still_waited_for(fleet, pool):
+    f = fleet(pool("engine", num_gpus_per_worker=2), nodes=2, gpus=2)
+    assert f.cell("engine-00000").workers[0].node == "node-00000"
+    f.agents[1].silent = True
+    f.pass_time(12)
+    f.core.nodes["node-00000"].gpu_holders[1] = ("somebody-00000-00000", Generation(1, 9))
+    f.die("engine-00000-00000")
+    f.core.nodes["node-00000"].gpu_holders[1] = ("somebody-00000-00000", Generation(1, 9))
+    f.pass_time(5)
+    assert not f.verdicts
