@@ -87,7 +87,8 @@ def who_runs(run_dir: Path, attempt: Attempt, environ: Mapping[str, str] = os.en
     at its hub, wherever that is, and at Slurm.
     """
     if is_live(attempt):
-        return f"attempt {attempt.number} runs on host {attempt.host} with pid {attempt.pid}"
+        job = f"as job {attempt.job_id} " if attempt.job_id else ""
+        return f"attempt {attempt.number} runs {job}on host {attempt.host} with pid {attempt.pid}"
     if not attempt.job_id or (run_dir / "verdicts" / f"attempt-{attempt.number}.json").exists():
         return ""
     if attempt.job_id == environ.get("SLURM_JOB_ID") and attempt.restart != int(

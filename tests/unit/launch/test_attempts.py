@@ -151,3 +151,15 @@ def test_the_reason_of_an_agent_s_end_is_read_from_its_log(tmp_path):
     log.parent.mkdir(parents=True)
     log.write_text('{"event":"started"}\n{"t":1,"event":"leaving","reason":"the hub ended"}\n{"event":"left"}\n')
     assert last_leaving(tmp_path, 0, "node-00000") == "the hub ended"
+
+
+def test_a_job_that_lives_on_this_host_is_named_with_its_id(tmp_path):
+    _write(tmp_path, _someone(job_id="77", nodes=2))
+    with pytest.raises(RunIsLive, match=rf"runs as job 77 on host {socket.gethostname()} with pid"):
+        claim_attempt(tmp_path, resume=True, environ={"SLURM_JOB_ID": "78"})
+
+
+def test_a_requeued_job_is_not_held_up_by_its_own_earlier_start(tmp_path):
+    _write(tmp_path, _someone(job_id="77", host="elsewhere", nodes=2))
+    environ = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
+    assert claim_attempt(tmp_path, resume=True, environ=environ).number == 1
