@@ -140,7 +140,7 @@ def test_an_engine_that_dies_in_a_broadcast_ends_the_window_and_the_next_one_has
 
         await asyncio.to_thread(heal, victim, 0)
         deadline = time.monotonic() + 60
-        while (await controller.status()).engines[1].state != "serving":
+        while {row.cell: row.state for row in (await controller.status()).engines}.get(other.cell) != "serving":
             if any(asked.cell == other.cell for asked in fleet.hub.replaced):
                 await asyncio.to_thread(heal, other, 1)
                 break
