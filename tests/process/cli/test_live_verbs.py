@@ -85,6 +85,9 @@ def test_a_cell_is_stopped_started_and_restarted_while_everything_else_goes_on(p
 
 
 def test_where_the_hub_does_not_answer_files_do_and_say_how_old_they_are(place):
+    with (place.path / "my.toml").open("a") as file:
+        # Its agent must not put another hub in the frozen one's place before all verbs were tried.
+        file.write("hub_stall = 200.0\nfence = 300.0\nhub_grace = 400.0\n")
     with running(place), frozen(hub_pid(place)):
         for words in (["status"], ["cells"], ["nodes"]):
             done = place.call(*words, "--json")

@@ -62,7 +62,7 @@ def test_status_and_cells_answer_while_it_runs(place):
         first = place.call("status", "--json")
         status = json.loads(first.stdout)
         assert list(status) == [
-            *("run_id", "attempt", "epoch", "hub", "step", "weight_version", "nodes", "cells", "age_s"),
+            *("run_id", "attempt", "epoch", "hub", "step", "weight_version", "nodes", "cells", "age_s", "dropped"),
         ]
         assert (status["run_id"], status["attempt"], status["epoch"]) == ("run", 0, 1)
         assert (status["step"], status["weight_version"], status["age_s"]) == (2, 3, 0.0)
@@ -131,21 +131,30 @@ def test_an_exception_in_the_driver_is_the_last_line_with_log_and_next_command(p
     assert marked(place.run_dir) == []
 
 
-def test_a_killed_hub_ends_the_run_with_a_summary_and_no_orphan(place):
+def test_a_killed_hub_is_replaced_in_place_and_the_command_goes_on_with_the_next(place):
+    def cells():
+        rows = json.loads(place.call("cells", "--json").stdout or "[]")
+        return {row["cell"]: [worker["pid"] for worker in row["workers"]] for row in rows if row["state"] == "ready"}
+
     with running(place) as process:
         status = place.run_dir / "status.json"
         until(lambda: json.loads(status.read_text())["step"] == 2)
+        before = cells()
         hub = json.loads(status.read_text())["hub"]
         os.kill(int(hub.rpartition(" ")[2]), signal.SIGKILL)
-        out, _ = process.communicate(timeout=30)
-        assert process.returncode == 1
+        until(lambda: json.loads(status.read_text())["epoch"] == 2, 60)
+        until(lambda: cells().keys() == before.keys(), 60)
+        after = cells()
+        assert {name: pids for name, pids in after.items() if name.startswith(("engine", "router"))} == {
+            name: pids for name, pids in before.items() if name.startswith(("engine", "router"))
+        }
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 130, out
         assert marked(place.run_dir) == []
     found = summary(place)
-    assert (found["outcome"], found["exit_code"], found["steps"], found["attempt"]) == ("failed", 1, 2, 0)
-    assert found["groups"]["committed"] == 16 and found["reward"]["last"] == 0.2 and found["reason"]
-    verdict = json.loads((place.run_dir / "verdicts" / "attempt-0.json").read_text())
-    assert verdict == found
-    assert out.splitlines()[-1].startswith("miles-hpc: failed: ")
+    assert (found["outcome"], found["exit_code"], found["attempt"]) == ("cancelled", 130, 0)
+    assert json.loads((place.run_dir / "verdicts" / "attempt-0.json").read_text()) == found
 
 
 def test_a_run_is_resumed_without_naming_its_files_again(place):
