@@ -69,6 +69,11 @@ class Sites(ast.NodeVisitor):
             return
         self.generic_visit(node)
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        # Its decorators say how the class is made, not what the hub does.
+        for part in node.body:
+            self.visit(part)
+
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         return
 

@@ -7,9 +7,19 @@ from miles_hpc.config.schema import HealConfig
 from miles_hpc.hub import drain
 from miles_hpc.hub.actions import Send, Tick
 from miles_hpc.hub.placement import NodeSlots, place
+from miles_hpc.hub.site import SiteSeen
 from miles_hpc.specs.base import SchedulingSpec
 from miles_hpc.wire.ids import Generation
-from miles_hpc.wire.messages import Draining, Goodbye, Refused, ReservePorts, StopWorker, Welcome, WorkerReady
+from miles_hpc.wire.messages import (
+    Draining,
+    Goodbye,
+    Refused,
+    ReservePorts,
+    StartWorker,
+    StopWorker,
+    Welcome,
+    WorkerReady,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -149,3 +159,56 @@ def test_a_silent_node_that_ran_nothing_is_still_waited_for(fleet, pool):
     f.core.nodes["node-00000"].gpu_holders[1] = ("somebody-00000-00000", Generation(1, 9))
     f.pass_time(5)
     assert not f.verdicts
+
+
+def test_a_death_counts_to_the_last_moment_of_the_window(fleet, pool):
+    f = fleet(pool("engine"), heal=HealConfig(budget=1, window_s=60.0, backoff_s=0.0))
+    f.die("engine-00000-00000")
+    f.now += 60.0
+    f.die("engine-00000-00000")
+    assert f.verdicts[0].outcome == "failed"
+
+
+def test_one_node_works_however_many_are_spare(fleet, pool):
+    f = fleet(pool("engine", num_cells=2), nodes=2, spare_nodes=2)
+    assert f.places("engine") == [[("node-00000", ())], [("node-00000", ())]]
+
+
+def test_a_slot_that_somebody_took_meanwhile_is_not_kept(fleet, pool):
+    f = fleet(pool("engine", num_gpus_per_worker=2), gpus=4)
+    f.core.nodes["node-00000"].gpu_holders[1] = ("somebody-00000-00000", Generation(1, 9))
+    f.die("engine-00000-00000")
+    assert f.places("engine") == [[("node-00000", (2, 3))]]
+
+
+def test_a_node_that_is_heard_again_is_not_down(fleet, pool):
+    f = fleet(pool("engine"), nodes=3)
+    f.agents[2].silent = True
+    f.pass_time(12)
+    f.apply(SiteSeen(down_hosts=frozenset({"host2"})))
+    assert f.core.nodes["node-00002"].down and f.core.drain is None
+    f.resume(2)
+    f.pass_time(1)
+    assert not f.core.nodes["node-00002"].down
+
+
+def test_an_agent_that_leaves_costs_its_cells_no_budget(fleet, pool):
+    f = fleet(pool("engine", num_cells=2), nodes=2)
+    f.agents[1].table.clear()
+    f.agents[1].left = True
+    f.receive(f.agents[1].peer, Goodbye(reason="another job wants the node"))
+    f.pass_time(1)
+    assert set(f.phases().values()) == {"ready"} and not any(cell.deaths for cell in f.core.cells.values())
+
+
+def test_a_table_makes_nothing_ready_that_only_starts_and_repeats_no_order_for_it(fleet, pool):
+    f = fleet(pool("trainer", num_workers_per_cell=2))
+    (agent,) = f.agents
+    row = agent.table["trainer-00000-00001"]
+    agent.table[row.worker] = msgspec.structs.replace(row, state="starting")
+    f.next_hub()
+    f.join(0)
+    f.pass_time(10)
+    f.clear()
+    f.table(0)
+    assert f.phases() == {"trainer-00000": "starting"} and not f.orders(ReservePorts, StartWorker)
