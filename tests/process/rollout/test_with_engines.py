@@ -31,7 +31,8 @@ STEPS = 5
 
 
 def start(fleet, kind, index=0, n=1):
-    ports = {"rpc": _FLEET.free_port(), "work": _FLEET.free_port()} if kind == "executor" else {}
+    names = ("rpc", "work", "bulk") if kind == "executor" else ()
+    ports = {name: _FLEET.free_port() for name in names}
     module = {"executor": "miles_hpc.rollout.run_executor", "rollout-worker": "miles_hpc.rollout.run_worker"}[kind]
     program = fleet._start(f"{kind}-{index:05d}", n, ports, [sys.executable, "-m", module], {})
     fleet.put(program)
