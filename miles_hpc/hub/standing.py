@@ -60,7 +60,9 @@ def watch(core: Core) -> None:
         if acts and core.held_decision is not None:
             core.decide(*core.held_decision)
     now = Standing(acts=acts, lease=core.now - state.heard_half_at <= LET_GO_S)
-    if state.roster_dirty and core.now - state.roster_at >= SAY_EVERY_S:
+    # Joins of a large fleet come in crowds, and one roster a second is enough for all of them.
+    pause = SAY_EVERY_S if len(core.nodes) > ROSTER_LIMIT else 0.0
+    if state.roster_dirty and core.now - state.roster_at >= pause:
         state.roster_dirty, state.roster_at = False, core.now
         _send_roster(core)
     if now != state.said:
