@@ -308,10 +308,12 @@ class Controller:
 
         Raises:
             WindowLost: when another or no window is open.
-            ValueError: when `version` is not newer than the published one.
+            ValueError: when `version` is older than the published one, or is that one from another directory.
         """
         window = self._take(window_id)
-        if self.published is not None and version <= self.published.version:
+        # The same weights again: the controller before this one published them and was lost before its answer.
+        again = self.published == Published(version, path)
+        if self.published is not None and version <= self.published.version and not again:
             raise ValueError(f"weight version {version} is not above the published {self.published.version}")
         self.window, self.published = None, Published(version, path)
         self._new_epoch(window)

@@ -10,10 +10,12 @@ from ..conftest import wait_for
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 
 STEPS = "steps=40"
+# Longer than the time until the node is dead, however fast the machine is: the workers of a stopped agent go on.
+PACE = "inference.fake_token_ms=40"
 
 
 def test_a_stopped_agents_cells_are_replaced_and_what_it_still_had_is_stopped(smoke, undisturbed):
-    run = smoke(STEPS)
+    run = smoke(STEPS, PACE)
     run.reach(4)
     agent = run.process_of("agent", "node-00001")
     os.kill(agent, signal.SIGSTOP)

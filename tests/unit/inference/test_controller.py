@@ -10,6 +10,7 @@ from miles_hpc.inference.controller import (
     Forget,
     LoadWeights,
     Owner,
+    Published,
     Replace,
     Resume,
     SyncRouters,
@@ -240,9 +241,17 @@ def test_a_window_past_its_deadline_is_aborted_and_its_end_is_refused():
 def test_a_version_that_does_not_grow_is_refused_and_the_window_stays_open():
     controller = serving(engine(0), version=5)
     controller.open_window("w1", 1, deadline=60.0)
-    with pytest.raises(ValueError, match="not above the published 5"):
-        controller.on_window_end("w1", 5, "/weights/5", {})
+    for version, path in [(4, "/weights/4"), (5, "/elsewhere/5")]:
+        with pytest.raises(ValueError, match=f"{version} is not above the published 5"):
+            controller.on_window_end("w1", version, path, {})
     assert controller.window is not None
+
+
+def test_weights_that_the_last_controller_published_before_it_was_lost_are_taken_again():
+    controller = serving(engine(0), version=5)
+    controller.open_window("w1", 1, deadline=60.0)
+    controller.on_window_end("w1", 5, "/weights/5", {})
+    assert controller.window is None and controller.published == Published(5, "/weights/5")
 
 
 def test_a_load_that_fails_again_and_again_ends_in_a_replacement():
