@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -134,8 +133,8 @@ class Driver:
         finally:
             drained.cancel()
             done.cancel()
-            with contextlib.suppress(BaseException):
-                await done
+            # What was given up ends before anything else begins; how it ends no longer matters.
+            await asyncio.gather(drained, done, return_exceptions=True)
 
     async def _stop_early(self) -> None:
         """Commit the steps that are done, if there is time for it."""
