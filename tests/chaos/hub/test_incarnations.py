@@ -5,10 +5,12 @@ import pytest
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
 STEPS = "steps=24"
+# A fifth of a second a step at the least, on any machine: the run must still be there for the last thing done to it.
+PACE = "inference.fake_token_ms=30"
 
 
 def test_each_part_of_the_training_incarnation_may_die(smoke, undisturbed):
-    run = smoke(STEPS)
+    run = smoke(STEPS, PACE)
     engines = None
     for step, victim in ((4, "driver-00000-00000"), (14, "trainer-00000-00001")):
         run.reach(step)
@@ -25,7 +27,7 @@ def test_each_part_of_the_training_incarnation_may_die(smoke, undisturbed):
 
 
 def test_a_dead_executor_is_healed_alone_and_no_step_is_done_again(smoke, undisturbed):
-    run = smoke(STEPS, "train.save_every=8")
+    run = smoke(STEPS, PACE, "train.save_every=8")
     run.reach(4)
     driver, trainer = run.pids("driver"), run.pids("trainer")
     run.pid("executor-00000-00000", other_than=run.kill("executor-00000-00000"))
@@ -41,7 +43,7 @@ def test_a_dead_executor_is_healed_alone_and_no_step_is_done_again(smoke, undist
 
 
 def test_a_dead_controller_is_healed_alone(smoke, undisturbed):
-    run = smoke(STEPS)
+    run = smoke(STEPS, PACE)
     run.reach(6)
     trainer = run.pids("trainer")
     run.pid("controller-00000-00000", other_than=run.kill("controller-00000-00000"))

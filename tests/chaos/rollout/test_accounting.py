@@ -16,7 +16,7 @@ from ..hub.namespaces import SpreadRun
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
 SEED = int(os.environ.get("CHAOS_SEED", time.time_ns() % 1_000_000))
-STEPS = ("steps=20", "inference.fake_token_ms=8", "train.save_every=4", "heal.backoff_s=0.1")
+STEPS = ("steps=20", "inference.fake_token_ms=50", "train.save_every=4", "heal.backoff_s=0.1")
 ROLES = [
     "rollout-worker-00000-00000",
     "executor-00000-00000",
