@@ -233,7 +233,7 @@ def smoke(tmp_path: Path) -> Iterator[Callable[..., SmokeRun]]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[Any, ...]]]:
-    """The ledger of a run that nobody hurts, made once for each set of settings; at full speed: no ledger knows the pace."""
+    """The ledger of a run that nobody hurts, made once per settings, at full speed: a pace changes no ledger."""
     known: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
 
     def ledger(*settings: str) -> list[tuple[Any, ...]]:
