@@ -13,7 +13,7 @@ import hashlib
 import re
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from miles_hpc.engine.requests import (
     mix64,
     read_model_config,
 )
+from miles_hpc.engine.updates import UpdateSession
 from miles_hpc.wire.program import setup_logging
 
 _QUESTION = re.compile(r"(-?\d+)[ \t]*([-+*x×])[ \t]*(-?\d+)")
@@ -168,6 +169,9 @@ class FakeBackend:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._update_lock = asyncio.Lock()
+        self._groups: dict[str, GroupMember] = {}
+        self._session = UpdateSession()
+        self._received: dict[str, str] = {}
 
     async def submit(self, request: Request) -> Result:
         """Answer by script after the time that the tokens take."""
@@ -291,6 +295,9 @@ class FakeBackend:
         self, path: str, version: str | None, *, flush_cache: bool, abort_all: bool
     ) -> UpdateOutcome:
         """Take the label of a directory that holds a file; unless paused, after the running requests."""
+        return await self._when_quiet(lambda: self._take(Path(path), version), abort_all)
+
+    async def _when_quiet(self, update: Callable[[], UpdateOutcome], abort_all: bool) -> UpdateOutcome:
         if abort_all:
             await self.abort(None)
         async with self._update_lock:
@@ -298,7 +305,7 @@ class FakeBackend:
             try:
                 if not self._paused:
                     await self._quiet.wait()
-                return self._take(Path(path), version)
+                return update()
             finally:
                 self._updating = False
                 if not self._paused:
@@ -309,10 +316,12 @@ class FakeBackend:
             return UpdateOutcome(False, f"Failed to get weights iterator: no directory {path}.")
         if not any(entry.is_file() for entry in path.iterdir()):
             return UpdateOutcome(False, f"Failed to get weights iterator: {path} holds no file.")
-        self._relabel(version)
         self.model_path = str(path)
-        suffix = f" Weight version updated to {version}." if version is not None else ""
-        return UpdateOutcome(True, f"Succeeded to update model weights.{suffix}")
+        return self._taken("Succeeded to update model weights.", version)
+
+    def _taken(self, text: str, version: str | None) -> UpdateOutcome:
+        self._relabel(version)
+        return UpdateOutcome(True, text if version is None else f"{text} Weight version updated to {version}.")
 
     async def set_weight_version(self, version: str, *, abort_all: bool) -> None:
         """Change the label."""
@@ -327,30 +336,44 @@ class FakeBackend:
             self.weight_version = version
 
     async def init_group(self, member: GroupMember) -> UpdateOutcome:
-        """A script has no tensors to receive."""
-        return UpdateOutcome(False, "The fake engine takes weights from disk only.")
+        """Join by name alone: a script meets nobody, so the sender must not wait for it."""
+        if member.name in self._groups:
+            return UpdateOutcome(False, f"Failed to initialize custom process group: {member.name} exists already.")
+        self._groups[member.name] = member
+        return UpdateOutcome(True, "Succeeded to initialize custom process group.")
 
     async def destroy_group(self, name: str) -> UpdateOutcome:
-        """There is none."""
-        return UpdateOutcome(False, "The group to be destroyed does not exist.")
+        """Leave a group."""
+        if self._groups.pop(name, None) is None:
+            return UpdateOutcome(False, "The group to be destroyed does not exist.")
+        return UpdateOutcome(True, "Succeeded to destroy custom process group.")
 
     async def begin_update(self) -> UpdateOutcome:
-        """Nothing to prepare."""
-        return UpdateOutcome(True, "Success")
+        """Open a session."""
+        return self._session.begin()
 
     async def end_update(self) -> UpdateOutcome:
-        """Nothing to finish."""
-        return UpdateOutcome(True, "Success")
+        """Close it."""
+        return self._session.end()
 
     async def update_weights_from_group(
         self, group: str, tensors: Sequence[TensorSpec], version: str | None, *, flush_cache: bool, abort_all: bool
     ) -> UpdateOutcome:
-        """A script has no tensors to receive."""
-        return UpdateOutcome(False, "The fake engine takes weights from disk only.")
+        """Note which tensors were announced, and take the label; unless paused, after the running requests."""
+        refusal = self._session.refusal()
+        if not refusal and group not in self._groups:
+            refusal = f"group {group} is not in {sorted(self._groups)}: call init_weights_update_group first"
+        if refusal:
+            return UpdateOutcome(False, refusal)
+        return await self._when_quiet(lambda: self._receive(tensors, version), abort_all)
+
+    def _receive(self, tensors: Sequence[TensorSpec], version: str | None) -> UpdateOutcome:
+        self._received.update((tensor.name, f"{tensor.dtype}{list(tensor.shape)}") for tensor in tensors)
+        return self._taken("Succeeded to update parameter online.", version)
 
     async def checksums(self) -> dict[str, str]:
-        """A script has one tensor: its label."""
-        return {"script": self.weight_version}
+        """The label, and what was announced of each tensor that was broadcast."""
+        return {"script": self.weight_version, **self._received}
 
     async def answers(self) -> None:
         """A script always answers."""

@@ -5,7 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_hpc.engine.requests import BadRequestError, GroupMember, TensorSpec
+from miles_hpc.engine.requests import BadRequestError, GroupMember, TensorSpec, UpdateOutcome
+
+
+class UpdateSession:
+    """Whether tensors may be taken now; the answers are SGLang's."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    def begin(self) -> UpdateOutcome:
+        """Open it, once."""
+        if self.is_open:
+            return UpdateOutcome(False, "a weight-update session is already open; call end_weight_update() first")
+        self.is_open = True
+        return UpdateOutcome(True, "Success")
+
+    def end(self) -> UpdateOutcome:
+        """Close it."""
+        if not self.is_open:
+            return UpdateOutcome(False, "no weight-update session is open; call begin_weight_update() first")
+        self.is_open = False
+        return UpdateOutcome(True, "Success")
+
+    def refusal(self) -> str:
+        """Why no tensors are taken; empty when they are."""
+        if self.is_open:
+            return ""
+        return "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 
 
 def group_member(body: Mapping[str, Any]) -> GroupMember:

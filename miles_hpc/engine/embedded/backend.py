@@ -247,11 +247,11 @@ class EmbeddedBackend:
 
     async def begin_update(self) -> UpdateOutcome:
         """Open a weight update session."""
-        return await self._call(self._scheduler.begin_update)
+        return await self._call(self._scheduler.session.begin)
 
     async def end_update(self) -> UpdateOutcome:
         """Close it."""
-        return await self._call(self._scheduler.end_update)
+        return await self._call(self._scheduler.session.end)
 
     async def update_weights_from_group(
         self, group: str, tensors: SequenceOf[TensorSpec], version: str | None, *, flush_cache: bool, abort_all: bool

@@ -16,6 +16,7 @@ from miles_hpc.engine.embedded.model import BatchModel
 from miles_hpc.engine.embedded.sampling import Chosen, Sampler, noise_key, top_logprobs
 from miles_hpc.engine.embedded.weights import WeightsError
 from miles_hpc.engine.requests import ABORTED, Load, PauseMode, Request, Result, UpdateOutcome
+from miles_hpc.engine.updates import UpdateSession
 
 PREFILL_TOKENS = 4096
 """Padded prompt tokens that one step may take in beside decoding, so that newcomers do not stall the others."""
@@ -68,7 +69,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.generated = 0
         self._barriers: deque[Callable[[], None]] = deque()
-        self._updating = False
+        self.session = UpdateSession()
 
     def can_step(self) -> bool:
         """Whether a step would do something."""
@@ -178,29 +179,11 @@ class Scheduler:
         """Tensor name -> checksum."""
         return self._model.checksums()
 
-    def begin_update(self) -> UpdateOutcome:
-        """Open a session, outside of which no tensors are taken."""
-        if self._updating:
-            return UpdateOutcome(False, "a weight-update session is already open; call end_weight_update() first")
-        self._updating = True
-        return UpdateOutcome(True, "Success")
-
-    def end_update(self) -> UpdateOutcome:
-        """Close the session."""
-        if not self._updating:
-            return UpdateOutcome(False, "no weight-update session is open; call begin_weight_update() first")
-        self._updating = False
-        return UpdateOutcome(True, "Success")
-
     def take_tensors(
         self, receive: Callable[[], dict[str, torch.Tensor]], version: str | None, *, flush_cache: bool
     ) -> UpdateOutcome:
         """Serve the tensors that `receive` returns; the old ones stay when it fails or they do not fit."""
-        if not self._updating:
-            return UpdateOutcome(
-                False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
-            )
-        refusal = self._cannot_flush() if flush_cache else ""
+        refusal = self.session.refusal() or (self._cannot_flush() if flush_cache else "")
         if refusal:
             return UpdateOutcome(False, refusal)
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_hpc.engine.fake import FakeBackend, right_answer
-from miles_hpc.engine.requests import Request, Result, Sampling, sample_seed
+from miles_hpc.engine.requests import GroupMember, Request, Result, Sampling, TensorSpec, sample_seed
 
 pytestmark = pytest.mark.unit
 
@@ -212,5 +212,31 @@ def test_a_thousand_requests_take_no_longer_than_their_tokens(model_dir: Path) -
     async def do(backend: FakeBackend) -> None:
         results = await asyncio.gather(*(backend.submit(request(str(i), seed=i)) for i in range(1000)))
         assert all(result.finish["type"] == "stop" for result in results)
+
+    run(model_dir, do)
+
+
+def test_a_broadcast_is_taken_inside_a_session_of_a_joined_group_only(model_dir: Path) -> None:
+    async def do(backend: FakeBackend) -> None:
+        member = GroupMember("g", "127.0.0.1:1", 1, 2, "gloo")
+        tensors = [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,))]
+
+        async def update(group: str = "g", version: str | None = "7") -> str:
+            outcome = await backend.update_weights_from_group(
+                group, tensors, version, flush_cache=True, abort_all=False
+            )
+            assert outcome.success == outcome.message.startswith("Succeeded")
+            return outcome.message
+
+        assert (await backend.init_group(member)).success
+        assert "exists already" in (await backend.init_group(member)).message
+        assert "must run between" in await update()
+        assert (await backend.begin_update()).success and not (await backend.begin_update()).success
+        assert "['g']" in await update("other")
+        assert (await update()).endswith("Weight version updated to 7.") and backend.weight_version == "7"
+        assert await update(version=None) == "Succeeded to update parameter online."
+        assert await backend.checksums() == {"script": "7", "a": "float32[2, 3]", "b": "bfloat16[4]"}
+        assert (await backend.end_update()).success and not (await backend.end_update()).success
+        assert (await backend.destroy_group("g")).success and not (await backend.destroy_group("g")).success
 
     run(model_dir, do)
