@@ -48,7 +48,7 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
         core.note("node_differs", "warning", node=name, host=hello.host, text=text)
     core.send(peer, welcome(core, node))
     standing.on_hello(core, node.id)
-    elastic.on_hello(core, node)
+    elastic.on_hello(core, node, hello.table)
     if core.shutdown_sent:
         core.send(peer, shutdown_order(core))
         return

@@ -81,7 +81,7 @@ def _conclude(core: Core, recovery: Recovery, missing: list[str]) -> None:
     core.begun = True
     complete = _complete_cells(core, recovery)
     for name, (generation, found) in complete.items():
-        _adopt(core, core.cells[name], generation, found)
+        adopt(core, core.cells[name], generation, found)
     _stop_the_rest(core, recovery)
     core.note(
         "recovered",
@@ -133,7 +133,8 @@ def _place_of(core: Core, row: WorkerState) -> tuple[Cell, int] | None:
     return (cell, index) if cell is not None and index < cell.spec.scheduling.num_workers_per_cell else None
 
 
-def _adopt(core: Core, cell: Cell, generation: Generation, found: _Found) -> None:
+def adopt(core: Core, cell: Cell, generation: Generation, found: _Found) -> None:
+    """A cell whose workers were found running is taken as it is."""
     cell.generation = generation
     cell.starts = max(cell.starts, 1)
     cell.workers = []
