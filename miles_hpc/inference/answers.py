@@ -12,6 +12,17 @@ Span = tuple[int, int, int]
 """(weight version, first output token, one past the last)."""
 
 
+COUNTS = (
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "spec_num_correct_drafts",
+    "spec_num_proposed_drafts",
+    "spec_verify_ct",
+)
+"""Numbers of an answer's `meta_info` that add up over requests; the last three are of speculative decoding."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn.
 
@@ -55,6 +66,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: list[Span]
     text: str = ""
+    stats: dict[str, float] = {}
+    """What the engine counted, by the names in `COUNTS`; further ones are left out."""
 
 
 class AnswerInvalid(ValueError):
@@ -72,6 +85,15 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     weight_version: str | int | None = None
     weight_versions: list[_SpanOnWire] | None = None
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
+    cached_tokens: float | None = None
+    spec_num_correct_drafts: float | None = None
+    spec_num_proposed_drafts: float | None = None
+    spec_verify_ct: float | None = None
+
+    def stats(self) -> dict[str, float]:
+        return {name: value for name in COUNTS if (value := getattr(self, name)) is not None}
 
 
 class _Answer(msgspec.Struct):
@@ -94,8 +116,8 @@ def parse_answer(body: bytes, vocab_size: int) -> Generation:
     reason = (meta.finish_reason or {}).get("type")
     if reason not in ("stop", "length", "abort"):
         raise AnswerInvalid(f"finish_reason.type: expected stop, length or abort, found {reason!r}")
-    if reason == "abort":  # its parts need not fit: the request is not used
-        return Generation(token_ids=ids, logprobs=[], finish_reason="abort", weight_versions=[], text=answer.text)
+    if reason == "abort":
+        return _aborted(answer, vocab_size)
     drawn = meta.output_token_logprobs or []
     if [token for _, token, _ in drawn] != ids:
         raise AnswerInvalid(f"output_ids ({len(ids)}) and output_token_logprobs ({len(drawn)}) name different tokens")
@@ -106,7 +128,36 @@ def parse_answer(body: bytes, vocab_size: int) -> Generation:
     if len(logprobs) != len(ids):
         raise AnswerInvalid(f"{len(ids) - len(logprobs)} of {len(ids)} output tokens have no log-prob")
     return Generation(
-        token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_versions=_spans(meta, len(ids)), text=answer.text
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=reason,
+        weight_versions=_spans(meta, len(ids)),
+        text=answer.text,
+        stats=meta.stats(),
+    )
+
+
+def _aborted(answer: _Answer, vocab_size: int) -> Generation:
+    """What was drawn until the abort: as many tokens as come with a log-prob and a weight version."""
+    meta, drawn = answer.meta_info, answer.meta_info.output_token_logprobs or []
+    ids, logprobs = [], []
+    for token, (logprob, named, _) in zip(answer.output_ids, drawn, strict=False):
+        if token != named or logprob is None or not 0 <= token < vocab_size:
+            break
+        ids.append(token)
+        logprobs.append(logprob)
+    try:
+        spans = _spans(meta, len(answer.output_ids))
+    except AnswerInvalid:
+        ids, logprobs, spans = [], [], []
+    spans = [(version, start, min(end, len(ids))) for version, start, end in spans if start < len(ids)]
+    return Generation(
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason="abort",
+        weight_versions=spans,
+        text=answer.text if ids else "",
+        stats=meta.stats(),
     )
 
 

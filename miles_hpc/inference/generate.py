@@ -134,7 +134,8 @@ class GenerateClient:
         """Generate after `input_ids`. An aborted or lost request is drawn again from its start, with the same seed.
 
         Args:
-            rid: request id; further attempts add their number to it, since an engine refuses one that it still runs.
+            rid: request id; further attempts add their number to it, since an engine refuses one that it still runs, and
+                an abort of `rid` ends these too.
             deadline_s: seconds from now, retries included.
             routing_key: sent as X-SMG-Routing-Key, which a router of policy `manual` keeps on one engine.
             take_aborted: whether an aborted answer is wanted as it is, because the caller had it aborted.
@@ -158,7 +159,7 @@ class GenerateClient:
         while True:
             attempts += 1
             if rid is not None:
-                payload["rid"] = rid if attempts == 1 else f"{rid}-{attempts}"
+                payload["rid"] = rid if attempts == 1 else f"{rid}_{attempts}"
             try:
                 return await self._attempt(payload, headers, deadline, take_aborted)
             except GenerateUnavailable as failure:

@@ -94,7 +94,7 @@ def test_lost_failed_aborted_and_broken_answers_are_drawn_again_with_the_same_se
 
     found, bodies, retries = run(parts, scenario)
     assert (found.token_ids, found.finish_reason, retries) == ([2, 1], "stop", 6)
-    assert [body.pop("rid") for body in bodies] == ["g1", *(f"g1-{n}" for n in range(2, 8))]
+    assert [body.pop("rid") for body in bodies] == ["g1", *(f"g1_{n}" for n in range(2, 8))]
     assert all(body == bodies[0] for body in bodies)
 
 
@@ -195,3 +195,26 @@ def test_proxy_variables_are_ignored(parts, monkeypatch):
         return (await GenerateClient(lambda: router.url, p.http, 100).generate([1], SAMPLING, deadline_s=2)).token_ids
 
     assert run(parts, scenario) == [1]
+
+
+def test_an_aborted_answer_has_what_was_drawn_until_then_where_its_caller_wants_it(parts, make_answer):
+    async def scenario(p):
+        router = await p.router()
+        router.answers = [
+            (200, make_answer([1, 2, 3], "4", reason="abort", cached_tokens=2, prompt_tokens=3)),
+            # One log-prob is missing: the tokens from there on are of no use.
+            (200, make_answer([1, 2, 3], "4", reason="abort", output_token_logprobs=[[-1.0, 3, None]])),
+            (200, {"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}),
+            (200, make_answer([1, 2, 3], "4", reason="abort", weight_versions=[{"version": "4", "start": 1, "end": 3}])),
+        ]
+        client = GenerateClient(lambda: router.url, p.http, 100)
+        return [
+            await client.generate([1, 2], SAMPLING, deadline_s=15, rid="g", take_aborted=lambda: True)
+            for _ in range(len(router.answers))
+        ]
+
+    whole, short, *nothing = run(parts, scenario)
+    assert (whole.token_ids, whole.logprobs, whole.weight_versions) == ([3, 2, 1], [0.0, -0.5, -1.0], [(4, 0, 3)])
+    assert whole.finish_reason == "abort" and whole.stats == {"cached_tokens": 2, "prompt_tokens": 3}
+    assert (short.token_ids, short.logprobs, short.weight_versions) == ([3], [-1.0], [(4, 0, 1)])
+    assert all((one.token_ids, one.logprobs, one.weight_versions) == ([], [], []) for one in nothing)
