@@ -232,15 +232,21 @@ class Agent:
                 self.log.write("signal", name=signal.Signals(signum).name)
             drains = self.options.slurm and not self.options.guest
             if drains and signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-                self._ask_to_drain(f"{self.options.node} got {signal.Signals(signum).name}")
+                self._ask_to_drain(f"{self.options.node} got {signal.Signals(signum).name}", signum != signal.SIGUSR2)
             elif signum in _STOP_SIGNALS or (self.options.guest and signum == signal.SIGUSR2):
                 self._leave(f"the agent got {signal.Signals(signum).name}", 1, by_signal=True)
 
-    def _ask_to_drain(self, reason: str) -> None:
+    def _ask_to_drain(self, reason: str, ending: bool) -> None:
         """The whole run drains; the hub ends it, or this agent its node when no end has come in time."""
-        if self._leaving is None and self._drained_by == math.inf:
+        if self._leaving is not None:
+            return
+        first = self._drained_by == math.inf
+        if first:
             self._drained_by = self._clock() + self.options.timing.drain + DRAIN_SLACK
-            self._send(DrainRequest(reason=reason))
+        # A warning may be followed by the end itself, which leaves less time.
+        if first or (ending and not self._ending):
+            self._ending = ending
+            self._send(DrainRequest(reason=reason, ending=ending))
 
     def _on_time(self) -> None:
         now = self._clock()
@@ -342,7 +348,8 @@ class Agent:
         self._heartbeat_at, self._hello_at = now + self._heartbeat_every, math.inf
         hub = link.rendezvous
         self.log.write("hub_found", epoch=hub.epoch, node=hub.node, addresses=hub.addresses, port=hub.port)
-        self.keeper.on_link(link)
+        if reason := self.keeper.on_link(link):
+            self._leave(reason, 1)
 
     @property
     def _epoch(self) -> int:

@@ -114,27 +114,49 @@ class HubKeeper:
             self._superseded, self._claim, self._claimed_epoch = False, None, 0
             return ""
         if not self._served():
-            return reason
+            return self._on_stillborn(ended, reason)
+        assert self._link is not None
+        return self._start_again(reason, self._link.rendezvous.epoch + 1)
+
+    def _on_stillborn(self, ended: Exit, reason: str) -> str:
+        """A hub that this agent has never heard is gone: killed, or broken."""
+        link = self._link
+        if link is not None and link.rendezvous.node == self._options.node:
+            # It had published its epoch.
+            next_epoch = link.rendezvous.epoch + 1
+        else:
+            next_epoch = self._claimed_epoch
+        if ended.signal is not None:
+            return self._start_again(reason, next_epoch)
+        if self._claimed_epoch:
+            # The claim of this node came to nothing; the others may claim, and so may this one later.
+            self._log.write("hub_did_not_start", "error", reason=reason, epoch=self._claimed_epoch)
+            self._claimed_epoch = 0
+            return ""
+        return reason  # the first hub of the run refuses something, and will again
+
+    def _start_again(self, reason: str, epoch: int) -> str:
+        """Start a hub of this epoch (0: the next free one), or say why no more."""
         now = self._clock()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
         if len(self._restarts) >= RESTARTS:
             return f"{reason}; it was started {RESTARTS} times again within {RESTART_WINDOW_S:g} s"
         self._restarts.append(now)
-        assert self._link is not None
-        epoch = self._link.rendezvous.epoch + 1
         self._log.write("hub_restarts", "error", reason=reason, epoch=epoch)
+        if self._claimed_epoch:
+            self._claimed_epoch = epoch  # the others do not know yet that the hub is here
         self._started_at = now
         self.process.start(epoch)
         return ""
 
     def _served(self) -> bool:
-        """Whether this agent has heard a hub of its own node: one that never served fails again in the same way."""
+        """Whether this agent has heard the hub that it obeys, and that is its own node's."""
         return self._link is not None and self._link.has_heard and self._link.rendezvous.node == self._options.node
 
     # ------------------------------------------------------------------------------------------ messages
-    def on_link(self, link: AgentLink) -> None:
-        """The agent obeys another hub."""
+    def on_link(self, link: AgentLink) -> str:
+        """The agent obeys another hub. Returns why this node cannot go on; "" when it does."""
         self._link = link
         self._standing, self._standing_at, self._powerless_since = Standing(acts=True), -math.inf, None
         self._claim = None
@@ -142,8 +164,13 @@ class HubKeeper:
         if hub.node == self._options.node:
             if hub.epoch == self._claimed_epoch:
                 self._tell_until = self._clock() + TELL_FOR_S
+            if not self.running:
+                # Killed after it had published its epoch, while this agent did not know of it: nobody else will come,
+                # since this agent answers for the hub beside it.
+                return self._start_again(f"the hub of epoch {hub.epoch} on this node is gone", hub.epoch + 1)
         elif self.running:
             self._step_down(f"epoch {hub.epoch} is on {hub.node}")
+        return ""
 
     def link_to(self, hub: Rendezvous, before: AgentLink | None) -> AgentLink:
         """A link to a hub that another agent told of."""

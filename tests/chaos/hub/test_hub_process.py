@@ -66,9 +66,13 @@ def test_a_killed_hub_is_back_in_seconds_and_nothing_else_was_touched(smoke, und
     assert run.ledger() == undisturbed(STEPS)
 
 
-def test_deaths_after_a_hub_restart_are_healed_by_the_new_hub(smoke, undisturbed):
+def test_a_hub_dies_at_its_birth_and_again_and_deaths_are_healed_by_the_last_one(smoke, undisturbed):
     run = smoke(STEPS)
+    # At its birth, before it has said anything to anybody: nobody knows of it but the agent that started it.
+    first = run.hub_pid()
+    os.kill(first, signal.SIGKILL)
     run.reach(4)
+    assert run.hub_pid() != first
     os.kill(run.hub_pid(), signal.SIGKILL)
     victim = "engine-policy-0-00000-00000"
     engine = run.pid(victim)
