@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from miles_hpc.inference.answers import AnswerInvalid, Generation, SamplingParams, Span, parse_answer
 from miles_hpc.inference.engine_api import UNPUBLISHED
 from miles_hpc.inference.http_session import Withdrawn, brief
 from miles_hpc.inference.router_api import RouterApi, RouterError
-from miles_hpc.inference.streams import IDLE_S, EngineBook, Pulse, SilenceWatch, Silent, StreamCut, read_answer
+from miles_hpc.inference.streams import IDLE_S, EngineBook, SilenceWatch, Silent, StreamCut, Waiting, read_answer
 
 __all__ = [
     "EngineFailed",
@@ -40,6 +41,8 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
 _PROGRESS_S = 10.0
 _REJECTED = frozenset({400, 401, 403, 413, 422})
+_JSON = {"Content-Type": "application/json"}
+_encoder = msgspec.json.Encoder()
 
 
 class GenerateError(RuntimeError):
@@ -116,7 +119,7 @@ class GenerateClient:
         self._http = http
         self._vocab_size = vocab_size
         self._published_only = published_only
-        self._watch = SilenceWatch(engines, http, idle_s=idle_s)
+        self._watch = SilenceWatch(router_url, engines, http, idle_s=idle_s)
         self._last_progress = 0.0
         self.retries = 0
         """Attempts so far that had to be made again."""
@@ -151,7 +154,7 @@ class GenerateClient:
             "return_logprob": True,
             "stream": True,
         }
-        headers = {} if routing_key is None else {ROUTING_KEY: routing_key}
+        headers = _JSON if routing_key is None else {**_JSON, ROUTING_KEY: routing_key}
         started = time.monotonic()
         deadline = started + deadline_s
         backoff, attempts = _FIRST_BACKOFF_S, 0
@@ -176,12 +179,12 @@ class GenerateClient:
     def _check(self, input_ids: Sequence[int], sampling: SamplingParams) -> None:
         if not input_ids:
             raise GenerateRejected("input_ids is empty: a prompt needs at least one token")
-        for position, token in enumerate(input_ids):
-            if not 0 <= token < self._vocab_size:
-                raise GenerateRejected(
-                    f"input_ids[{position}] = {token} is outside 0..{self._vocab_size - 1}: "
-                    f"prompt and model do not use one tokenizer"
-                )
+        if not 0 <= min(input_ids) <= max(input_ids) < self._vocab_size:
+            position = next(i for i, token in enumerate(input_ids) if not 0 <= token < self._vocab_size)
+            raise GenerateRejected(
+                f"input_ids[{position}] = {input_ids[position]} is outside 0..{self._vocab_size - 1}: "
+                f"prompt and model do not use one tokenizer"
+            )
         if sampling.max_new_tokens < 1:
             raise GenerateRejected(f"max_new_tokens is {sampling.max_new_tokens}, expected at least 1")
 
@@ -191,11 +194,9 @@ class GenerateClient:
         url = self._router_url()
         if url is None:
             raise NoRouter("no router is in the address book")
-        pulse = Pulse()
-        call = self._post(url, payload, headers, pulse)
-        left = deadline - time.monotonic()
         try:
-            status, body = await self._watch.follow(call, pulse, lambda: self._router_url() == url, left)
+            with self._watch.over(url, deadline) as waiting:
+                status, body = await self._post(url, payload, headers, waiting)
         except Withdrawn as error:
             raise RequestLost(f"router {url} was withdrawn with the request in flight") from error
         except Silent as error:
@@ -215,11 +216,12 @@ class GenerateClient:
         return generation
 
     async def _post(
-        self, url: str, payload: dict[str, Any], headers: dict[str, str], pulse: Pulse
+        self, url: str, payload: dict[str, Any], headers: dict[str, str], waiting: Waiting
     ) -> tuple[int, bytes]:
+        body = _encoder.encode(payload)
         try:
-            async with self._http.post(f"{url}/generate", json=payload, headers=headers) as response:
-                return await read_answer(response, pulse)
+            async with self._http.post(f"{url}/generate", data=body, headers=headers) as response:
+                return await read_answer(response, waiting)
         except StreamCut as error:
             raise RequestLost(f"router {url}: {error}") from error
         except aiohttp.ClientConnectorError as error:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from types import TracebackType
 
 import aiohttp
 
@@ -35,17 +36,7 @@ class Silent(ConnectionError):
     """Nothing came for too long; the text says what was known of the engines."""
 
 
-class Pulse:
-    """When something last came for one request."""
-
-    def __init__(self) -> None:
-        self.at = time.monotonic()
-
-    def beat(self) -> None:
-        self.at = time.monotonic()
-
-
-async def read_answer(response: aiohttp.ClientResponse, pulse: Pulse) -> tuple[int, bytes]:
+async def read_answer(response: aiohttp.ClientResponse, pulse: Waiting) -> tuple[int, bytes]:
     """Status and body of a `/generate` answer; of a stream the last event, which is the whole answer.
 
     Raises:
@@ -53,9 +44,9 @@ async def read_answer(response: aiohttp.ClientResponse, pulse: Pulse) -> tuple[i
     """
     if response.content_type != "text/event-stream":
         return response.status, await response.read()
-    buffer, last = bytearray(), b""
-    async for piece in response.content.iter_any():
-        pulse.beat()
+    buffer, last, content = bytearray(), b"", response.content
+    while piece := await content.readany():
+        pulse.at = time.monotonic()
         buffer += piece
         end = buffer.rfind(b"\n\n")
         if end < 0:
@@ -70,86 +61,152 @@ async def read_answer(response: aiohttp.ClientResponse, pulse: Pulse) -> tuple[i
     raise StreamCut(f"the stream ended after {len(last)} bytes without [DONE]")
 
 
+class Waiting:
+    """One request in flight, as a context manager around it: it is cancelled from inside when it is lost.
+
+    Raises on leaving the block:
+        Withdrawn: the router left the address book.
+        Silent: nothing comes any more.
+        asyncio.TimeoutError: its deadline passed.
+    """
+
+    __slots__ = ("_task", "_watch", "at", "deadline", "gone_at", "url", "verdict")
+
+    def __init__(self, watch: SilenceWatch, url: str, deadline: float) -> None:
+        self._watch = watch
+        self.url = url
+        self.deadline = deadline
+        self.at = time.monotonic()
+        """When something last came."""
+        self.gone_at = 0.0
+        """When an engine left the address book after that; earlier than `at`: none did."""
+        self.verdict: BaseException | None = None
+
+    def __enter__(self) -> Waiting:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watch.enter(self)
+        return self
+
+    def give_up(self, verdict: BaseException) -> None:
+        """End it with `verdict`; a request that ended already is left alone."""
+        if self._watch.leave(self):
+            self.verdict = verdict
+            self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.leave(self)
+        if self.verdict is None:
+            return
+        # A cancellation from outside, too, goes on as one. (Python 3.10 does not count them.)
+        uncancel = getattr(self._task, "uncancel", None)
+        if uncancel is not None and uncancel() > 0:
+            return
+        if isinstance(error, asyncio.CancelledError):
+            raise self.verdict from None
+
+
 class SilenceWatch:
-    """Whether the silence of requests means that they are lost; shared by all requests of a client.
+    """Whether the silence of requests means that they are lost; one timer for all requests of a client.
 
     Args:
+        router_url: where the router is now; a request to another address is given up.
         engines: the living engines, asked anew each time; None when they are not known, then only deadlines end a wait.
         http: the caller's client.
     """
 
     def __init__(
         self,
+        router_url: Callable[[], str | None],
         engines: Callable[[], EngineBook] | None,
         http: aiohttp.ClientSession,
         *,
         idle_s: float = IDLE_S,
         suspect_s: float = SUSPECT_S,
     ) -> None:
+        self._router_url = router_url
         self._engines = engines
         self._http = http
         self._idle_s = idle_s
         self._suspect_s = suspect_s
+        self._in_flight: set[Waiting] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._known: frozenset[tuple[str, Generation]] = frozenset()
         self._asked_at = float("-inf")
-        self._reason = ""
-        self._asking: asyncio.Lock | None = None
+        self._asking: asyncio.Task[None] | None = None
 
-    async def follow(
-        self, call: Awaitable[tuple[int, bytes]], pulse: Pulse, listed: Callable[[], bool], timeout_s: float
-    ) -> tuple[int, bytes]:
-        """The result of `call`, which is cancelled when it is lost.
+    def over(self, url: str, deadline: float) -> Waiting:
+        """A watch over one request to the router at `url` until `deadline` on the monotonic clock."""
+        return Waiting(self, url, deadline)
 
-        Raises:
-            Withdrawn: the router left the address book.
-            Silent: nothing comes any more.
-            asyncio.TimeoutError: after `timeout_s`.
-        """
-        deadline = time.monotonic() + timeout_s
-        known = self._living()
-        gone_at = 0.0
-        running = asyncio.ensure_future(call)
-        try:
-            while True:
-                left = deadline - time.monotonic()
-                done, _ = await asyncio.wait({running}, timeout=max(0.0, min(left, _LOOK_S)))
-                if done:
-                    return running.result()
-                now = time.monotonic()
-                if left <= 0:
-                    raise asyncio.TimeoutError
-                if not listed():
-                    raise Withdrawn
-                living = self._living()
-                if not known <= living:
-                    gone_at, known = now, living
-                else:
-                    known = living
-                if gone_at and pulse.at > gone_at:
-                    gone_at = 0.0  # it comes from another engine
-                if gone_at and now - max(gone_at, pulse.at) >= self._suspect_s:
-                    raise Silent(f"nothing came for {now - pulse.at:.0f} s, and an engine left the address book")
-                if now - pulse.at >= self._idle_s and not await self._explained():
-                    raise Silent(f"nothing came for {now - pulse.at:.0f} s, and every engine answers and is not busy")
-        finally:
-            running.cancel()
+    def enter(self, one: Waiting) -> None:
+        """A request begins."""
+        if not self._in_flight:
+            self._known = self._living()
+        self._in_flight.add(one)
+        look_at = min(one.at + _LOOK_S, one.deadline)
+        if self._timer is None:
+            self._look_at(look_at)
+        elif one.deadline < self._timer.when():
+            self._timer.cancel()
+            self._look_at(look_at)
+
+    def leave(self, one: Waiting) -> bool:
+        """It ends; whether it was in flight until now."""
+        if one not in self._in_flight:
+            return False
+        self._in_flight.remove(one)
+        if not self._in_flight and self._asking is not None:
+            self._asking.cancel()
+        return True
+
+    def _look_at(self, when: float) -> None:
+        # The loop's clock is the monotonic one.
+        self._timer = asyncio.get_running_loop().call_at(when, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._in_flight:
+            return
+        now, url, living = time.monotonic(), self._router_url(), self._living()
+        one_left, self._known = not self._known <= living, living
+        silent = False
+        for one in list(self._in_flight):
+            if one.deadline <= now:
+                one.give_up(asyncio.TimeoutError())
+            elif one.url != url:
+                one.give_up(Withdrawn())
+            elif one_left and one.gone_at <= one.at:
+                one.gone_at = now
+            elif one.gone_at > one.at and now - one.gone_at >= self._suspect_s:
+                text = f"nothing came for {now - one.at:.0f} s, and an engine left the address book"
+                one.give_up(Silent(text))
+            silent = silent or now - one.at >= self._idle_s
+        if silent and self._engines is not None and self._asking is None and now - self._asked_at >= self._suspect_s:
+            self._asking = asyncio.ensure_future(self._ask(self._engines))
+        self._look_at(min([now + _LOOK_S, *(one.deadline for one in self._in_flight)]))
 
     def _living(self) -> frozenset[tuple[str, Generation]]:
         return frozenset(self._engines()) if self._engines is not None else frozenset()
 
-    async def _explained(self) -> bool:
-        """Whether an engine is paused, has a queue, or does not answer (its node's silence is the hub's to judge)."""
-        if self._engines is None:
-            return True
-        if self._asking is None:
-            self._asking = asyncio.Lock()
-        async with self._asking:
-            if time.monotonic() - self._asked_at < self._suspect_s:
-                return bool(self._reason)
-            urls = list(self._engines().values())
+    async def _ask(self, engines: Callable[[], EngineBook]) -> None:
+        """Give up what is silent, unless an engine is paused, has a queue, or does not answer (its node's silence is
+        the hub's to judge)."""
+        try:
+            urls = list(engines().values())
             reasons = await asyncio.gather(*map(self._reason_of, urls))
-            self._asked_at = time.monotonic()
-            self._reason = next(filter(None, reasons), "" if urls else "no engine is known")
-            return bool(self._reason)
+            now = self._asked_at = time.monotonic()
+            if any(reasons) or not urls:
+                return
+            for one in list(self._in_flight):
+                if now - one.at >= self._idle_s:
+                    text = f"nothing came for {now - one.at:.0f} s, and every engine answers and is not busy"
+                    one.give_up(Silent(text))
+        finally:
+            self._asking = None
 
     async def _reason_of(self, url: str) -> str:
         timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
