@@ -121,6 +121,8 @@ class Agent:
         self._goodbye_said = False
         self._hub_deadline = math.inf
         self._drained_by = math.inf
+        self._ending = False
+        """The drain was asked for because the scheduler ends the job."""
         self._last_foreign_signal = -math.inf
 
     # ------------------------------------------------------------------------------------------------ loop

@@ -45,7 +45,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             gt=0,
             description="From a request to drain until everything stops, committed or not, when the request names no "
-            "time; Slurm's KillWait (30 s) less the stop must be enough.",
+            "time. When Slurm has begun to end the job, its KillWait less the stop is the limit.",
         ),
     ] = 20.0
     start_deadline: Annotated[

@@ -227,6 +227,8 @@ class Core:
         self.cleans_up = False
         """The attempt had its verdict before this hub began: nothing is left to do but to send the agents away."""
         self.drain: Drain | None = None
+        self.kill_wait: float | None = None
+        """What the site leaves between SIGTERM and SIGKILL, once it has said so."""
         self.outcome: Outcome | None = None
         self.decided_at = 0.0
         self.shutdown_sent = self.leaving = False

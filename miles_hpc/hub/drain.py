@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from miles_hpc.hub.core import Core, Phase
 from miles_hpc.wire.messages import Draining
 
 UNCOMMITTED = "stopped on the last commit, the steps after it will be done again"
+
+KILL_SLACK_S = 5.0
+"""For the verdict, its way to the agents, and what `timing.stop_grace` does not cover."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +24,29 @@ class Drain:
     """The run is to go on in another allocation, where the site offers one."""
 
 
-def begin(core: Core, reason: str, deadline_s: float, by: str, *, requeue: bool = True) -> None:
-    """The first request counts: its deadline is what the scheduler leaves us."""
-    if core.outcome is not None or core.drain is not None:
+def begin(core: Core, reason: str, deadline_s: float, by: str, *, requeue: bool = True, ending: bool = False) -> None:
+    """The first request counts; one that is `ending`, which the scheduler's SIGKILL follows, may leave less time."""
+    if core.outcome is not None:
         return
     seconds = deadline_s if deadline_s > 0 else core.timing.drain
+    if ending and core.kill_wait is not None:
+        seconds = min(seconds, before_the_kill(core.kill_wait, core.timing.stop_grace))
+    if core.drain is not None:
+        if ending and core.now + seconds < core.drain.until:
+            core.drain = dataclasses.replace(core.drain, until=core.now + seconds)
+            core.note("drain_hurried", "warning", reason=reason, by=by, deadline_s=seconds)
+            for peer in core.clients:
+                tell(core, peer)
+        return
     core.drain = Drain(reason or "no reason given", core.now + seconds, requeue)
     core.note("drain", "warning", reason=core.drain.reason, by=by, deadline_s=seconds)
     for peer in core.clients:
         tell(core, peer)
+
+
+def before_the_kill(kill_wait: float, stop_grace: float) -> float:
+    """Seconds for the commit between the scheduler's SIGTERM and its SIGKILL, stopping everything in between too."""
+    return max(kill_wait / 2, kill_wait - stop_grace - KILL_SLACK_S)
 
 
 def on_time_left(core: Core, seconds_left: float) -> None:

@@ -29,6 +29,8 @@ class SiteSeen:
     """Until the allocation ends; None: no end is known."""
     down_hosts: frozenset[str] = frozenset()
     """Host names of nodes that certainly do not run any more."""
+    kill_wait: float | None = None
+    """Seconds between SIGTERM and SIGKILL when the site ends the job; None: not known."""
 
 
 class Site(Protocol):

@@ -100,7 +100,8 @@ class HubState:
                 self._on_signal(name)
             case HubBroke(text):
                 core.decide("failed", f"the hub itself failed, please report it: {text}")
-            case SiteSeen(seconds_left, down_hosts):
+            case SiteSeen(seconds_left, down_hosts, kill_wait):
+                core.kill_wait = kill_wait
                 if seconds_left is not None:
                     drain.on_time_left(core, seconds_left)
                 membership.on_down_hosts(core, down_hosts)
@@ -179,7 +180,7 @@ class HubState:
             case LeaseRenewed() if node_name == core.info.hub_node:
                 core.standing.lease_renewed_at = core.now
             case DrainRequest():
-                drain.begin(core, message.reason, message.deadline_s, node_name)
+                drain.begin(core, message.reason, message.deadline_s, node_name, ending=message.ending)
 
     def _on_client_hello(self, peer: bytes, hello: ClientHello) -> None:
         core = self.core
@@ -239,7 +240,7 @@ class HubState:
         """The first ends the run; one that comes after the agents were sent away ends the wait for them."""
         core = self.core
         if core.info.drain_on_signal:
-            drain.begin(core, f"the hub got {name}", 0.0, "signal")
+            drain.begin(core, f"the hub got {name}", 0.0, "signal", ending=name in ("SIGTERM", "SIGINT"))
         else:
             core.decide("cancelled", f"the hub got {name}")
         if core.shutdown_sent and not core.leaving:

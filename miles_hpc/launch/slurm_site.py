@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ class SlurmSite:
         self._step = environ.get("SLURM_STEP_ID", "0")
         end = environ.get("SLURM_JOB_END_TIME", "")
         self._end = float(end) if end.isdigit() else None
+        self._kill_wait: float | None = None
 
     def look(self, hosts: Sequence[str]) -> SiteSeen:
         """The end of the allocation is asked for each time: it can be extended."""
@@ -59,7 +61,13 @@ class SlurmSite:
         if row is not None and row.state.life is Life.RUNNING:
             self._end = row.end
         left = None if self._end is None else self._end - time.time()
-        return SiteSeen(seconds_left=left, down_hosts=frozenset(down))
+        return SiteSeen(seconds_left=left, down_hosts=frozenset(down), kill_wait=self._read_kill_wait())
+
+    def _read_kill_wait(self) -> float | None:
+        if self._kill_wait is None:
+            with contextlib.suppress(SlurmError):
+                self._kill_wait = slurm_commands.seconds_of(slurm_commands.config_value("KillWait"), 30.0)
+        return self._kill_wait
 
     def on_verdict(self) -> None:
         """Write what the batch script reads: whether to requeue, then the exit code, which says that both are there."""

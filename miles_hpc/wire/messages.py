@@ -168,6 +168,8 @@ class DrainRequest(Message, frozen=True):
     reason: str
     deadline_s: float = 0.0
     """Seconds until everything must have stopped; 0: `timing.drain`."""
+    ending: bool = False
+    """The scheduler has begun to end the job: what still lives after its KillWait is killed."""
 
 
 # ---------------------------------------------------------------------------------------------- hub -> agent

@@ -3,6 +3,7 @@
 import pytest
 
 from miles_hpc.hub.actions import HubSignalled, Send, VerdictWritten
+from miles_hpc.hub.site import SiteSeen
 from miles_hpc.wire.messages import (
     CancelRun,
     Done,
@@ -57,6 +58,34 @@ def test_without_a_deadline_the_configured_one_holds(fleet, pool):
     assert not f.verdicts
     f.pass_time(1.5)
     assert f.verdicts[0].outcome == "drained"
+
+
+@pytest.mark.parametrize(("kill_wait", "left"), [(None, 20.0), (30.0, 20.0), (16.0, 8.0), (5.0, 2.5), (600.0, 20.0)])
+def test_when_the_scheduler_ends_the_job_the_commit_fits_into_its_kill_wait(fleet, pool, kill_wait, left):
+    f, _ = draining_run(fleet, pool)
+    f.apply(SiteSeen(kill_wait=kill_wait))
+    f.receive(f.agents[0].peer, DrainRequest(reason="SIGTERM", ending=True))
+    assert [order.deadline_s for order in f.orders(Draining)] == [left]
+
+
+def test_a_warning_leaves_the_time_that_is_configured(fleet, pool):
+    f, _ = draining_run(fleet, pool)
+    f.apply(SiteSeen(kill_wait=5.0))
+    f.receive(f.agents[0].peer, DrainRequest(reason="SIGUSR2"))
+    assert [order.deadline_s for order in f.orders(Draining)] == [f.core.timing.drain]
+    # The end itself comes before the commit: what is left is less than was promised.
+    f.receive(f.agents[1].peer, DrainRequest(reason="SIGTERM", ending=True))
+    f.receive(f.agents[0].peer, DrainRequest(reason="SIGTERM", ending=True))
+    assert [(order.reason, order.deadline_s) for order in f.orders(Draining)][1:] == [("SIGUSR2", 2.5)]
+    f.pass_time(3)
+    assert f.verdicts[0].outcome == "drained" and f.verdicts[0].reason.startswith("SIGUSR2; the driver did not commit")
+
+
+def test_a_hub_that_gets_the_signal_itself_knows_the_kill_wait_too(fleet, pool):
+    f, _ = draining_run(fleet, pool, drain_on_signal=True)
+    f.apply(SiteSeen(kill_wait=12.0))
+    f.apply(HubSignalled("SIGTERM"))
+    assert [order.deadline_s for order in f.orders(Draining)] == [6.0]
 
 
 def test_nothing_is_started_while_the_run_drains(fleet, pool):

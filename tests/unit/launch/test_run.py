@@ -268,6 +268,7 @@ def test_when_slurmctld_is_away_old_answers_stay_and_it_is_asked_less_often(slur
 def site(place, slurm, monkeypatch):
     monkeypatch.setattr(slurm_site.slurm_commands, "squeue", lambda ids, timeout_s=0: slurm.squeue(ids))
     monkeypatch.setattr(slurm_site.slurm_commands, "down_nodes", lambda hosts: set(hosts) & {"n2"})
+    monkeypatch.setattr(slurm_site.slurm_commands, "config_value", {"KillWait": "30 sec"}.__getitem__)
     slurm.queue["7"] = row("RUNNING", end=time.time() + 100)
 
     def make(restart: int = 0, number: int = 0, **config):
@@ -319,7 +320,21 @@ def test_idle_attempts_are_those_in_a_row_that_got_no_further(place):
 
 def test_the_end_of_the_allocation_and_the_down_nodes_are_seen(site):
     seen = site().look(["n1.cluster", "n2.cluster"])
-    assert 90 < seen.seconds_left <= 100 and seen.down_hosts == {"n2"}
+    assert 90 < seen.seconds_left <= 100 and seen.down_hosts == {"n2"} and seen.kill_wait == 30
+
+
+def test_the_kill_wait_is_asked_for_until_slurm_says_it(site, monkeypatch):
+    answers = [SlurmError("busy"), "12 sec", AssertionError("asked for once too often")]
+
+    def config_value(name):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(slurm_site.slurm_commands, "config_value", config_value)
+    mine = site()
+    assert [mine.look([]).kill_wait for _ in range(3)] == [None, 12, 12]
 
 
 def test_a_slurm_that_does_not_answer_says_so_until_an_end_is_known(site, slurm):
