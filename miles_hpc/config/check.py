@@ -137,6 +137,12 @@ def _data(config: Config) -> Found:
             ("mode", "data.heldout", "eval.datasets"),
             'mode = "eval" with nothing to evaluate: name prompts in data.heldout or [eval.datasets]',
         )
+    if config.rollout.load_debug and config.mode not in ("sync", "async"):
+        yield (
+            ("rollout.load_debug", "mode"),
+            f'rollout.load_debug with mode = "{config.mode}": saved rollouts are trained on by the run\'s own trainer, '
+            'without engines: set mode = "sync"',
+        )
     if not sources and not config.rollout.load_debug and config.mode != "eval":
         yield (("data.prompts",), "data.prompts is empty: name a jsonl or parquet file of prompts")
     if len(sources) > 1:

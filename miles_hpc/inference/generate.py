@@ -137,8 +137,8 @@ class GenerateClient:
         """Generate after `input_ids`. An aborted or lost request is drawn again from its start, with the same seed.
 
         Args:
-            rid: request id; further attempts add their number to it, since an engine refuses one that it still runs, and
-                an abort of `rid` ends these too.
+            rid: request id; further attempts add their number to it, since an engine refuses one that it still runs,
+                and an abort of `rid` ends these too.
             deadline_s: seconds from now, retries included.
             routing_key: sent as X-SMG-Routing-Key, which a router of policy `manual` keeps on one engine.
             take_aborted: whether an aborted answer is wanted as it is, because the caller had it aborted.

@@ -15,17 +15,21 @@ from miles_hpc.specs.train import driver_spec, trainer_spec
 
 
 def compute_specs(config: Config, run_dir: str | Path) -> list[CommandWorkerSpec]:
-    """All pools of a run, in the order in which they are placed. A pool without cells is left out.
+    """All pools of a run, in the order in which they are placed. A pool without cells is left out; a run that trains on
+    saved rollouts asks no engine, so it has none, nor anything around them.
 
     Raises:
         ValueError: when two pools would get one name.
     """
-    specs = [
+    asking = [
         router_spec(config),
         session_spec(config),
         *engine_specs(config),
         controller_spec(config),
         rollout_worker_spec(config),
+    ]
+    specs = [
+        *([] if config.rollout.load_debug else asking),
         executor_spec(config),
         trainer_spec(config),
         driver_spec(config),

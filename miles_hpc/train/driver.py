@@ -217,7 +217,8 @@ class Driver:
 
     @property
     def _evaluates(self) -> bool:
-        return bool(self._config.data.heldout or self._config.eval.datasets)
+        asks = not self._config.rollout.load_debug  # otherwise there is no engine to answer
+        return asks and bool(self._config.data.heldout or self._config.eval.datasets)
 
     @staticmethod
     def _every(interval: int, step: int) -> bool:

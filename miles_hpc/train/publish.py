@@ -51,6 +51,8 @@ class WeightPublisher:
     Args:
         run_dir: versions lie in `<run_dir>/weights/`.
         identity: goes into each claim, for people.
+        controller: of the engines; None where there are none, as when saved rollouts are trained on: then versions are
+            numbers that nothing serves.
         export: writes an HF directory at the path it is given.
         window_timeout_s: until a window must have begun.
     """
@@ -59,7 +61,7 @@ class WeightPublisher:
         self,
         run_dir: Path,
         identity: dict[str, Any],
-        controller: Controller,
+        controller: Controller | None,
         export: Callable[[Path], Awaitable[None]],
         load: Load,
         window_timeout_s: float,
@@ -104,19 +106,21 @@ class WeightPublisher:
             WindowLost, RpcError: windows were lost `TRIES` times in a row, with the controller or before their end.
         """
         version = self.claim(above)
+        if self._controller is None:
+            return version
         path = self.path_of(version)
         draft = self._directory / f".{path.name}.draft"
         shutil.rmtree(draft, ignore_errors=True)
         await self._export(draft)
         draft.rename(path)
         sync_file(self._directory)
-        failed = await self._in_a_window(version, path)
+        failed = await self._in_a_window(self._controller, version, path)
         if failed:
             log.warning("weights %d: %d engines are replaced: %s", version, len(failed), failed)
-        await self._remove_old()
+        await self._remove_old(self._controller)
         return version
 
-    async def _in_a_window(self, version: int, path: Path) -> dict[str, str]:
+    async def _in_a_window(self, controller: Controller, version: int, path: Path) -> dict[str, str]:
         """Bring a version into all engines. Returns those that did not take it.
 
         A controller that dies takes its window along, and the next one knows nothing of it: the same weights go into a
@@ -127,32 +131,32 @@ class WeightPublisher:
 
         for tries_left in reversed(range(TRIES)):
             try:
-                return await self._in_one_window(version, path)
+                return await self._in_one_window(controller, version, path)
             except (WindowLost, RpcTimeout, RpcUnreachable) as error:
                 if not tries_left:
                     raise
                 log.warning("weights %d: the window was lost, another one is asked for: %s", version, error)
         raise AssertionError("the last try returns or raises")
 
-    async def _in_one_window(self, version: int, path: Path) -> dict[str, str]:
-        window = await self._controller.start_update_weights(self._window_timeout_s)
+    async def _in_one_window(self, controller: Controller, version: int, path: Path) -> dict[str, str]:
+        window = await controller.start_update_weights(self._window_timeout_s)
         try:
             outcome = await self._load(window.engines, str(path), version)
-            return await self._controller.end_update_weights(window.window_id, version, str(path), outcome.failed)
+            return await controller.end_update_weights(window.window_id, version, str(path), outcome.failed)
         except BaseException as error:
-            await self._give_up(window.window_id, f"{type(error).__name__}: {error}")
+            await self._give_up(controller, window.window_id, f"{type(error).__name__}: {error}")
             raise
 
-    async def _give_up(self, window_id: str, reason: str) -> None:
+    async def _give_up(self, controller: Controller, window_id: str, reason: str) -> None:
         try:
-            await self._controller.abort_update_weights(window_id, reason)
+            await controller.abort_update_weights(window_id, reason)
         except Exception as error:
             # The window's own deadline ends it; what is raised to the caller is the first failure.
             log.warning("window %s could not be aborted: %s", window_id, error)
 
-    async def _remove_old(self) -> None:
+    async def _remove_old(self, controller: Controller) -> None:
         """Remove versions that no engine serves or may still load."""
-        status = await self._controller.status()
+        status = await controller.status()
         serving = [engine.weight_version for engine in status.engines]
         for version, path in self.versions()[:-KEEP]:
             # An engine without a version (-1) is loading one right now.

@@ -72,7 +72,9 @@ async def wait_for_parts(hub: HubClient, config: Config) -> None:
         WaitTimeout: naming the first that does not.
     """
     deadline = time.monotonic() + config.timing.start_deadline
-    parts = [("executor", "the executor"), ("controller", "the controller")]
+    parts = [("executor", "the executor")]
+    if not config.rollout.load_debug:
+        parts.append(("controller", "the controller"))
     if config.mode in ("sync", "async"):
         parts.append((TRAINER_POOL, "the trainer"))
     for pool, what in parts:
@@ -92,7 +94,8 @@ async def drive(env: WorkerEnv, config: Config, hub: HubClient) -> RunSummary:
         from miles_hpc.train.driver_external import drive_external
 
         return await drive_external(env, config, hub)
-    executor, controller = ExecutorClient(hub), ControllerClient(hub)
+    executor = ExecutorClient(hub)
+    controller = None if config.rollout.load_debug else ControllerClient(hub)
     ranks = RankClients(hub, config.train.ranks)
     try:
         publisher = WeightPublisher(
@@ -133,7 +136,8 @@ async def drive(env: WorkerEnv, config: Config, hub: HubClient) -> RunSummary:
                 raise DriverFailed(driver.summary) from error
     finally:
         for client in (executor, controller, ranks):
-            await client.close()
+            if client is not None:
+                await client.close()
 
 
 class DriverFailed(Exception):

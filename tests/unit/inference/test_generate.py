@@ -205,7 +205,7 @@ def test_an_aborted_answer_has_what_was_drawn_until_then_where_its_caller_wants_
             # One log-prob is missing: the tokens from there on are of no use.
             (200, make_answer([1, 2, 3], "4", reason="abort", output_token_logprobs=[[-1.0, 3, None]])),
             (200, {"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}),
-            (200, make_answer([1, 2, 3], "4", reason="abort", weight_versions=[{"version": "4", "start": 1, "end": 3}])),
+            (200, make_answer([1, 2, 3], "4", "abort", weight_versions=[{"version": "4", "start": 1, "end": 3}])),
         ]
         client = GenerateClient(lambda: router.url, p.http, 100)
         return [
