@@ -14,7 +14,7 @@ from miles_hpc.hub.actions import EXIT_CODES, Action, Note, Outcome, Send, Write
 from miles_hpc.hub.standing import StandingState
 from miles_hpc.hub.summary import Seconds, merged_summary
 from miles_hpc.specs.base import CommandWorkerSpec
-from miles_hpc.wire.ids import Generation, cell_id, worker_id
+from miles_hpc.wire.ids import Generation, cell_id, node_id, worker_id
 from miles_hpc.wire.messages import Done, Failed, FromHub, Gpu, RestartCell, StartWorker, StopCell
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class RunInfo:
     drain_on_signal: bool = False
     """A signal is the scheduler's, which also reaches the hub, and means drain; otherwise it is the user's wish to
     end the run."""
+    hosts: tuple[str, ...] = ()
+    """The site's names of the first job's nodes, in their order; empty: not known."""
     drain_margin_s: float = 0.0
     """The run drains when its allocation ends in less than this."""
 
@@ -284,11 +286,15 @@ class Core:
 
     def missed_hosts(self) -> list[str]:
         """Hosts that were not there at the end, whether they said so or not."""
-        return [
-            node.host
-            for node in self.nodes.values()
-            if node.index < self.info.expected_nodes and (node.left_early or not node.left)
-        ]
+        hosts = []
+        for index in range(self.info.expected_nodes):
+            node = self.nodes.get(node_id(index))
+            if node is None and not self.cleans_up:
+                # It has never said hello, and its task may stand still for ever.
+                hosts.append(self.info.hosts[index] if index < len(self.info.hosts) else node_id(index))
+            elif node is not None and (node.left_early or not node.left):
+                hosts.append(node.host)
+        return hosts
 
     def lost_hosts(self) -> list[str]:
         """Hosts whose agents are silent and never said goodbye."""

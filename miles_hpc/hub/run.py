@@ -140,6 +140,7 @@ def _serve(
             expected_nodes=nodes,
             spare_nodes=config.cluster.spare_nodes,
             hub_node=arguments.node,
+            hosts=tuple(site.hosts) if site is not None else (),
             drain_on_signal=arguments.slurm,
             drain_margin_s=config.slurm.drain_margin_s,
             package_version=__version__,

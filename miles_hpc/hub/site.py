@@ -36,6 +36,10 @@ class SiteSeen:
 class Site(Protocol):
     """Slurm, or a stand-in for it in tests."""
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Its names of the nodes of the job, in their order."""
+
     def look(self, hosts: Sequence[str]) -> SiteSeen:
         """The end of the allocation, and which of `hosts` are down. Raises SiteError."""
 

@@ -270,10 +270,12 @@ class HubState:
             return
         wanted = {node_id(index) for index in range(core.info.expected_nodes)}
         missing = sorted(wanted - {node.id for node in core.present_nodes()})
+        hosts = dict(zip(sorted(wanted), core.info.hosts, strict=False))
+        named = [f"{node} ({hosts[node]})" if node in hosts else node for node in missing[:8]]
         core.decide(
             "failed",
             f"{core.info.expected_nodes - len(missing)} of {core.info.expected_nodes} nodes said hello within "
-            f"{core.timing.join:g} s (timing.join); missing: {', '.join(missing[:8])}; "
+            f"{core.timing.join:g} s (timing.join); missing: {', '.join(named)}; "
             "look at the agents' logs under logs/",
         )
 

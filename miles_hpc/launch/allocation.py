@@ -93,10 +93,20 @@ def expand_hosts(text: str) -> list[str]:
     try:
         # One by one: NodeSet sorts, and the place in the list is the node's number.
         for part in _split_outside_brackets(text):
-            found += list(NodeSet(part, resolver=RESOLVER_NOGROUP))
+            for piece in _pieces(part):
+                found += list(NodeSet(piece, resolver=RESOLVER_NOGROUP))
     except NodeSetException as error:
         raise NotInAllocation(f"{text!r} is no node list: {error}") from error
     return found
+
+
+def _pieces(part: str) -> list[str]:
+    """`gpu[7-8,3]` as `gpu[7-8]` and `gpu[3]`; with several brackets as it is."""
+    before, _, rest = part.partition("[")
+    inside, _, after = rest.partition("]")
+    if not inside or "[" in after:
+        return [part]
+    return [f"{before}[{piece}]{after}" for piece in inside.split(",")]
 
 
 def _split_outside_brackets(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from miles_hpc.config.schema import SlurmConfig
 from miles_hpc.hub.site import SiteError, SiteSeen
 from miles_hpc.hub.verdict import verdict_path
 from miles_hpc.launch import slurm_commands
-from miles_hpc.launch.allocation import JobKey, NotInAllocation
+from miles_hpc.launch.allocation import JobKey, NotInAllocation, expand_hosts
 from miles_hpc.launch.job_files import job_of, requeue_path, write_exit_code, write_requeue
 from miles_hpc.launch.job_states import Life
 from miles_hpc.launch.slurm_commands import SlurmError
@@ -48,6 +48,7 @@ class SlurmSite:
         end = environ.get("SLURM_JOB_END_TIME", "")
         self._end = float(end) if end.isdigit() else None
         self._kill_wait: float | None = None
+        self.hosts = expand_hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
 
     def look(self, hosts: Sequence[str]) -> SiteSeen:
         """The end of the allocation is asked for each time: it can be extended."""

@@ -3,7 +3,7 @@
 import pytest
 
 from miles_hpc.config.timing import Timing
-from miles_hpc.hub.actions import Send, Tick
+from miles_hpc.hub.actions import Send, Tick, VerdictWritten
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     Goodbye,
@@ -197,3 +197,20 @@ def test_a_connection_without_a_hello_is_asked_for_one(fleet, pool):
     f = fleet(pool("engine"))
     ((answer),) = f.receive(b"nobody", Heartbeat(seq=1))
     assert answer.message.code == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "named", "missed"),
+    [((), "node-00001, node-00002;", ["node-00001", "node-00002"]),
+     (("a", "b", "c"), "node-00001 (b), node-00002 (c);", ["b", "c"])],
+)  # fmt: skip
+def test_nodes_that_never_say_hello_are_named_and_count_as_missed(fleet, pool, hosts, named, missed):
+    f = fleet(pool("engine"), nodes=3, join=False, hosts=hosts)
+    f.join(0)
+    f.pass_time(f.core.timing.join + 1)
+    (verdict,) = f.verdicts
+    assert verdict.outcome == "failed" and "1 of 3 nodes said hello within 60 s" in verdict.reason
+    assert f"missing: {named}" in verdict.reason
+    f.apply(VerdictWritten())
+    f.settle()
+    assert f.core.missed_hosts() == missed, "their tasks may stand still for ever: the site ends the step"

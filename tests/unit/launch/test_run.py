@@ -323,6 +323,11 @@ def test_the_end_of_the_allocation_and_the_down_nodes_are_seen(site):
     assert 90 < seen.seconds_left <= 100 and seen.down_hosts == {"n2"} and seen.kill_wait == 30
 
 
+def test_the_nodes_of_the_job_are_known_by_their_names_in_its_order(place):
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[7-8,3],login"}
+    assert list(SlurmSite(place, 0, SlurmConfig(), environ).hosts) == ["gpu7", "gpu8", "gpu3", "login"]
+
+
 def test_the_kill_wait_is_asked_for_until_slurm_says_it(site, monkeypatch):
     answers = [SlurmError("busy"), "12 sec", AssertionError("asked for once too often")]
 
