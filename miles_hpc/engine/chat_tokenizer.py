@@ -129,6 +129,8 @@ class ChatTokenizer:
             self._template = None if source is None else self._env.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelDirError(f"{where}: chat template does not compile ({error})") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.vocab_size = self._vocab_size()
         self.stop_token_ids = self._stop_token_ids()
 

@@ -46,6 +46,7 @@ class SessionServer:
     ) -> None:
         self.instance = instance
         self.sessions: dict[str, Session] = {}
+        self._tokenizer = tokenizer
         self._continuation = Continuation(tokenizer)
         self._generate = generate
         self._defaults = defaults
@@ -125,7 +126,7 @@ class SessionServer:
         return web.Response(status=204)
 
     async def _on_samples(self, request: web.Request) -> web.Response:
-        sample = self._session(request).sample()
+        sample = self._session(request).sample(self._tokenizer)
         if MSGPACK in request.headers.get("Accept", ""):
             return web.Response(body=msgspec.msgpack.encode(sample), content_type=MSGPACK)
         return _json(sample)

@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 
+from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.inference.answers import Generation, SamplingParams, Span
 from miles_hpc.session.continuation import Continuation
 from miles_hpc.session.errors import HistoryDiverged, InvalidRequest, NoTurns
+from miles_hpc.session.mismatch import mismatches
 
 MSGPACK = "application/msgpack"
 """Content type of samples between our own programs."""
@@ -30,7 +32,7 @@ class TurnInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A session as training data; all lists but the last three have one entry per token.
+    """A session as training data; `token_ids`, `loss_mask` and `logprobs` have one entry per token.
 
     `loss_mask` is 1 on generated tokens only; `logprobs` is 0.0 elsewhere; `weight_versions` are spans over `token_ids`
     that cover exactly the generated tokens.
@@ -43,6 +45,10 @@ class SessionSample(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: list[Span]
     messages: list[dict[str, Any]]
     turns: list[TurnInfo]
+    stats: dict[str, float] = {}
+    """What the engines counted, added up over the turns; see `inference.answers.COUNTS`."""
+    mismatches: list[str] | None = None
+    """How the tokens differ from the rendered messages, see `session.mismatch`; None: not compared."""
 
     @property
     def finish_reason(self) -> str:
@@ -79,6 +85,8 @@ class Session:
     logprobs: array[float] = field(default_factory=lambda: array("d"))
     spans: list[Span] = field(default_factory=list)
     turns: list[TurnInfo] = field(default_factory=list)
+    stats: dict[str, float] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
     last_key: bytes = b""
     last_answer: dict[str, Any] | None = None
     running: tuple[bytes, asyncio.Task[dict[str, Any]]] | None = None
@@ -129,12 +137,15 @@ class Session:
         self.spans += [(version, start + first, start + end) for version, first, end in generation.weight_versions]
         turn = TurnInfo(start=start, end=len(self.token_ids), finish_reason=generation.finish_reason)
         self.turns.append(turn)
+        self.tools = request.tools
+        for name, value in generation.stats.items():
+            self.stats[name] = self.stats.get(name, 0.0) + value
         self.messages = [*request.messages, {"role": "assistant", "content": generation.text}]
         self.last_key = request.key()
         return turn
 
-    def sample(self) -> SessionSample:
-        """The session as training data.
+    def sample(self, tokenizer: ChatTokenizer | None = None) -> SessionSample:
+        """The session as training data; with a tokenizer its tokens are compared with its messages.
 
         Raises:
             NoTurns: when nothing was generated.
@@ -149,6 +160,10 @@ class Session:
             weight_versions=list(self.spans),
             messages=list(self.messages),
             turns=list(self.turns),
+            stats=dict(self.stats),
+            mismatches=None
+            if tokenizer is None
+            else mismatches(tokenizer, self.token_ids, self.loss_mask, self.messages, self.tools),
         )
 
 
