@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import select
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import zmq
 
@@ -24,7 +25,6 @@ from miles_hpc.wire.rpc_protocol import (
     RpcTimeout,
     RpcUnknownOutcome,
     RpcUnreachable,
-    encode,
 )
 from miles_hpc.wire.security import DATA, Role, load_client, load_keys
 from miles_hpc.wire.socket_options import (
@@ -45,14 +45,25 @@ SEND_BY_REFERENCE_FROM = 64 * 1024
 """Bytes from which a frame is handed to ZeroMQ without a copy."""
 _TICK_S = 0.2
 """How often an open call looks whether the server's address has changed."""
+# Plain ints: an operation on one of pyzmq's enums costs as much as taking a frame.
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 def send_frames(socket: Socket, frames: Frames) -> None:
     """Send without waiting, large frames by reference. Raises zmq.ZMQError when the peer is not there."""
+    last = len(frames) - 1
     for index, frame in enumerate(frames):
-        more = zmq.SNDMORE if index < len(frames) - 1 else 0
-        size = memoryview(frame).nbytes
-        socket.send(frame, zmq.NOBLOCK | more, copy=size < SEND_BY_REFERENCE_FROM)
+        size = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+        socket.send(frame, _NOBLOCK_MORE if index < last else _NOBLOCK, copy=size < SEND_BY_REFERENCE_FROM)
+
+
+def receive_frames(socket: Socket, flags: int = _NOBLOCK) -> list[zmq.Frame]:
+    """The frames of the next message. Raises zmq.Again when there is none."""
+    frames = [frame := socket.recv(flags, copy=False)]
+    while frame.more:
+        frames.append(frame := socket.recv(copy=False))
+    return frames
 
 
 class RpcLink:
@@ -69,6 +80,7 @@ class RpcLink:
         self.calls = ClientCalls(self._name, self._send)
         self.socket: Socket | None = None
         self.monitor: Socket | None = None
+        self._news = select.poll()
 
     def moved_to(self) -> HostAndPort | None:
         """Where the server is, if that is known and the socket is not connected to it."""
@@ -84,31 +96,53 @@ class RpcLink:
         # Open calls bound what is queued, and the caller's deadline bounds how long.
         socket.sndhwm = socket.rcvhwm = 0
         socket.set(zmq.ROUTING_ID, b"R" + secrets.token_bytes(15))
+        socket.rcvtimeo = milliseconds(_TICK_S)
         self.monitor = socket.get_monitor_socket(LINK_EVENTS)
+        self._news = select.poll()
+        self._news.register(descriptor_of(self.monitor), select.POLLIN)
+        drain_monitor(self.monitor)  # ZeroMQ wakes only a reader that has found nothing before
         socket.connect(address.zmq)
         self.socket = socket
         self._connected = address
 
     def pump_events(self) -> None:
         """Handle what the monitor reports."""
-        if self.monitor is not None:
-            for event in drain_monitor(self.monitor):
-                self._on_event(event)
+        if self.monitor is not None and self._news.poll(0):
+            self._drain_events(self.monitor)
+
+    def _drain_events(self, monitor: Socket) -> None:
+        for event in drain_monitor(monitor):
+            self._on_event(event)
 
     def pump(self) -> bool:
         """Handle events and messages; True when the limit of one turn was reached and more may wait."""
         self.pump_events()
-        if self.socket is None:
+        return self.socket is not None and all(self._take(self.socket, _NOBLOCK) for _ in range(100))
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a message or an event and handle it; at most about as long as one looks at the address."""
+        socket, monitor = self.socket, self.monitor
+        if socket is None or monitor is None:
+            time.sleep(min(_TICK_S, timeout_s))
+        elif self.calls.linked and timeout_s >= _TICK_S:
+            # Straight into the socket; should the connection break, it is seen a tick later.
+            if not self._take(socket, 0):
+                self.pump_events()
+        else:
+            zmq.zmq_poll([(socket, zmq.POLLIN), (monitor, zmq.POLLIN)], milliseconds(min(_TICK_S, timeout_s)))
+            self._drain_events(monitor)
+            self.pump()
+
+    def _take(self, socket: Socket, flags: int) -> bool:
+        """Handle one message. False: there is none."""
+        try:
+            frames = receive_frames(socket, flags)
+        except zmq.Again:
             return False
-        for _ in range(100):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return False
-            try:
-                self.calls.on_frames([frame.buffer for frame in frames])
-            except (*DECODE_FAILURES, IndexError) as failure:
-                log.warning("a message of the RPC server at %s was dropped: %s", self._connected, failure)
+        try:
+            self.calls.on_frames([frame.buffer for frame in frames])
+        except (*DECODE_FAILURES, IndexError) as failure:
+            log.warning("a message of the RPC server at %s was dropped: %s", self._connected, failure)
         return True
 
     def expired(self, call: int, method: str, timeout_s: float) -> RpcError:
@@ -156,8 +190,20 @@ class RpcLink:
             self._trouble = "the server ended the handshake: it is of another run or attempt, or no RPC server"
 
 
-def _body(params: Any, frames: Iterable[Buffer]) -> Frames:
-    return [encode(params), *frames]
+def descriptor_of(socket: Socket) -> int:
+    """What becomes readable when a socket has news; edge-triggered, and any use of the socket may take the edge."""
+    descriptor = socket.get(zmq.FD)
+    assert isinstance(descriptor, int)
+    return descriptor
+
+
+class _Waiting(NamedTuple):
+    """A call of an RpcClient that is open."""
+
+    future: asyncio.Future[Outcome]
+    method: str
+    timeout_s: float
+    deadline: float
 
 
 class RpcClient:
@@ -186,8 +232,9 @@ class RpcClient:
         self._link = RpcLink(address, run_dir, attempt, role, context)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: list[int] = []
-        self._tick: asyncio.TimerHandle | None = None
-        self._pump_due = False
+        self._waiting: dict[int, _Waiting] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._turn_due = False
         self._closed = False
 
     async def __aenter__(self) -> RpcClient:
@@ -234,18 +281,20 @@ class RpcClient:
             raise RpcUnreachable(f"call {method!r}: this client is closed")
         self._loop = loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
-        body = _body(params, frames)
         self._follow()
         self._link.pump_events()  # a call to a connection that is known to be gone would end as unknown
-        call = self._link.calls.begin(method, body, lambda outcome: _settle(future, outcome), idempotent=idempotent)
-        self._pump_soon()
+        call = self._link.calls.begin(
+            method, params, list(frames), lambda outcome: _settle(future, outcome), idempotent=idempotent
+        )
+        deadline = loop.time() + timeout_s
+        self._waiting[call] = _Waiting(future, method, timeout_s, deadline)
+        self._wake_by(loop, min(deadline, loop.time() + _TICK_S))
+        self._turn_soon()
         try:
-            outcome = await asyncio.wait_for(future, timeout_s)
-        except asyncio.TimeoutError:
-            raise self._link.expired(call, method, timeout_s) from None
-        except asyncio.CancelledError:
+            outcome = await future
+        finally:
+            del self._waiting[call]
             self._link.calls.abandon(call)
-            raise
         if outcome.error is not None:
             raise outcome.error
         return outcome.value, outcome.frames
@@ -253,35 +302,48 @@ class RpcClient:
     async def close(self) -> None:
         """Close the socket; open calls end with RpcUnreachable."""
         self._closed = True
-        if self._tick is not None:
-            self._tick.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
         self._unwatch()
         self._link.calls.fail_all(RpcUnreachable("the client was closed"))
         self._link.close()
 
     def _follow(self) -> None:
-        """Move to a changed address now, and look again while calls are open."""
-        self._tick = self._tick or self._require_loop().call_later(_TICK_S, self._on_tick)
+        """Move to a changed address."""
         # The old descriptor must leave the loop before its socket closes and the number is used again.
         if (address := self._link.moved_to()) is not None:
             self._unwatch()
             self._link.connect(address)
             self._watch()
-            self._pump_soon()
+            self._turn_soon()
 
-    def _on_tick(self) -> None:
-        self._tick = None
-        if len(self._link.calls):
+    def _wake_by(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
+        """One alarm for all open calls: for the first that expires, and to look at the address."""
+        if self._alarm is None or self._alarm.when() > when:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = loop.call_at(when, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._alarm = None
+        loop = self._require_loop()
+        now = loop.time()
+        for call, waiting in self._waiting.items():
+            if waiting.deadline <= now:
+                error = self._link.expired(call, waiting.method, waiting.timeout_s)
+                _settle(waiting.future, Outcome(None, [], error))
+        if left := [waiting.deadline for waiting in self._waiting.values() if not waiting.future.done()]:
+            self._wake_by(loop, min(*left, now + _TICK_S))
             self._follow()
-            self._pump_soon()
+        self._link.calls.flush(acknowledge=True)
+        self._turn_soon()
 
     def _watch(self) -> None:
         loop = self._require_loop()
         for socket in (self._link.socket, self._link.monitor):
             assert socket is not None
-            descriptor = socket.get(zmq.FD)
-            assert isinstance(descriptor, int)
-            loop.add_reader(descriptor, self._pump)
+            descriptor = descriptor_of(socket)
+            loop.add_reader(descriptor, self._turn)
             self._watched.append(descriptor)
 
     def _unwatch(self) -> None:
@@ -289,16 +351,20 @@ class RpcClient:
             self._require_loop().remove_reader(descriptor)
         self._watched.clear()
 
-    def _pump_soon(self) -> None:
+    def _turn_soon(self) -> None:
         # A ZeroMQ descriptor is edge-triggered, and any send may take the edge: so after a send, look.
-        if not self._pump_due:
-            self._pump_due = True
-            self._require_loop().call_soon(self._pump)
+        if not self._turn_due:
+            self._turn_due = True
+            self._require_loop().call_soon(self._turn)
 
-    def _pump(self) -> None:
-        self._pump_due = False
-        if self._link.pump() and not self._closed:
-            self._pump_soon()
+    def _turn(self) -> None:
+        """Send what this turn of the loop has begun, all at once, and take what has come."""
+        self._turn_due = False
+        if self._closed:
+            return
+        self._link.calls.flush()
+        if self._link.pump():
+            self._turn_soon()
 
     def _require_loop(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None
@@ -359,17 +425,18 @@ class SyncRpcClient:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             outcomes: list[Outcome] = []
-            body = _body(params, frames)
             self._follow()
             self._link.pump_events()
-            call = self._link.calls.begin(method, body, outcomes.append, idempotent=idempotent)
+            call = self._link.calls.begin(method, params, list(frames), outcomes.append, idempotent=idempotent)
             try:
+                self._link.calls.flush()
                 while not outcomes:
-                    if time.monotonic() >= deadline:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
                         raise self._link.expired(call, method, timeout_s)
-                    self._follow()
-                    if not self._link.pump() and not outcomes:
-                        self._wait(min(_TICK_S, deadline - time.monotonic()))
+                    self._link.wait(left)
+                    if not outcomes:
+                        self._follow()
             finally:
                 self._link.calls.abandon(call)
         outcome = outcomes[0]
@@ -385,10 +452,3 @@ class SyncRpcClient:
     def _follow(self) -> None:
         if (address := self._link.moved_to()) is not None:
             self._link.connect(address)
-
-    def _wait(self, timeout_s: float) -> None:
-        poller = zmq.Poller()
-        for socket in (self._link.socket, self._link.monitor):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
-        poller.poll(milliseconds(timeout_s))

@@ -1,14 +1,15 @@
 """The rules of a call, without I/O: what a client sends when, and what a server runs.
 
-Frames of a message: a header (one of the structs below, as a msgpack array), then for a call its parameters and for an
-answer its result as msgpack, then any number of raw buffers.
+Frames of a message: one of the structs below, as a msgpack array, then any number of raw buffers: those of its first
+call or answer, of its second, and so on. What is begun, or done, in one turn of a loop leaves as one message.
 
-- A client says ClientHello after each connect; the server answers with its incarnation. Calls go out only then.
+- A client says Hello after each connect; the server answers with its incarnation. Calls go out only then.
 - (client, call) names a call. A repeated one is never run twice by a server: it is still running, or its answer is kept
   until the client acknowledges it.
 - After a reconnect to the same incarnation a client repeats its open calls; to another incarnation only those that
   their callers call idempotent: whether the last one ran them is unknown, and the other callers are told so.
-- `oldest` of a call and an acknowledgement lets the server forget every lower call of that client.
+- `oldest` and `done` acknowledge: the server forgets every lower call of that client, and those. They travel with the
+  client's next calls, or by themselves when many or large answers are held up by them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ import msgspec
 
 from miles_hpc.wire.codec import DECODE_FAILURES, Buffer
 
-RPC_PROTOCOL = 1
+RPC_PROTOCOL = 2
 KEPT_ANSWERS = 256
 """Unacknowledged answers kept per client; older ones are given up and a repeat of their call is told so."""
 KEPT_CLIENTS = 1024
 """Clients remembered; those without a running call that were silent longest are forgotten first."""
+ACKNOWLEDGE_FROM = 64
+"""Answers that wait for their acknowledgement before it is sent without a call."""
+LARGE_ANSWER = 16 * 1024
+"""Bytes of an answer that is acknowledged at once, so that the server need not hold it."""
+MOST_IN_ONE = 128
+"""Calls or answers in one message."""
 
 
 class RpcError(Exception):
@@ -68,21 +75,28 @@ class HelloAnswer(_Header, frozen=True):
     incarnation: bytes
 
 
-class Call(_Header, frozen=True):
-    client: bytes
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """`params` as msgpack; `buffers` of the message's frames are its own."""
+
     call: int
-    oldest: int
     method: str
+    params: msgspec.Raw
+    buffers: int = 0
 
 
-class Acknowledge(_Header, frozen=True):
+class Calls(_Header, frozen=True):
     client: bytes
-    call: int
     oldest: int
+    calls: list[Call] = []
+    done: list[int] = []
 
 
 class Result(_Header, frozen=True):
+    """`value` as msgpack; `buffers` of the message's frames are its own."""
+
     call: int
+    value: msgspec.Raw
+    buffers: int = 0
 
 
 class Failure(_Header, frozen=True):
@@ -92,13 +106,16 @@ class Failure(_Header, frozen=True):
     traceback: str = ""
 
 
-ToServer: TypeAlias = "Hello | Call | Acknowledge"
-ToClient: TypeAlias = "HelloAnswer | Result | Failure"
+class Answers(_Header, frozen=True):
+    answers: list[Result | Failure]
+
+
 Frames: TypeAlias = "list[Buffer]"
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_server: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Hello | Call | Acknowledge)
-decode_to_client: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(HelloAnswer | Result | Failure)
+decode_value: Callable[[Buffer], Any] = msgspec.msgpack.Decoder().decode
+decode_to_server: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Hello | Calls)
+decode_to_client: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(HelloAnswer | Answers)
 
 
 # ---------------------------------------------------------------------------------------------- client
@@ -111,9 +128,11 @@ class Outcome(NamedTuple):
 
 
 class _Open:
-    def __init__(self, method: str, body: Frames, done: Callable[[Outcome], None], idempotent: bool) -> None:
-        self.method = method
-        self.body = body
+    __slots__ = ("buffers", "done", "header", "idempotent", "sent_to")
+
+    def __init__(self, header: Call, buffers: Frames, done: Callable[[Outcome], None], idempotent: bool) -> None:
+        self.header = header
+        self.buffers = buffers
         self.done = done
         self.idempotent = idempotent
         self.sent_to = b""
@@ -131,6 +150,10 @@ class ClientCalls:
         self._client = client
         self._send = send
         self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._unsent: list[int] = []
+        """Begun since the last `flush` of this connection."""
+        self._done: list[int] = []
+        """Answered calls that the server does not know to be done."""
         self._next = 1
         self._server = b""
         """Incarnation that the current connection leads to; empty before its hello was answered."""
@@ -140,25 +163,53 @@ class ClientCalls:
 
     @property
     def linked(self) -> bool:
-        """Whether calls go out at once."""
+        """Whether calls go out with the next `flush`."""
         return bool(self._server)
 
     def was_sent(self, call: int) -> bool:
         """Whether an open call was handed to some server."""
         return call in self._open and bool(self._open[call].sent_to)
 
-    def begin(self, method: str, body: Frames, done: Callable[[Outcome], None], *, idempotent: bool = False) -> int:
-        """Open a call; `body` is the encoded parameters and buffers. Its outcome goes to `done`, once."""
+    def begin(
+        self, method: str, params: Any, buffers: Frames, done: Callable[[Outcome], None], *, idempotent: bool = False
+    ) -> int:
+        """Open a call, to be sent by the next `flush`. Its outcome goes to `done`, once.
+
+        Raises:
+            TypeError: when `params` are not made of msgpack types.
+        """
         call = self._next
+        header = Call(call, method, msgspec.Raw(encode(params)), len(buffers))
         self._next += 1
-        self._open[call] = _Open(method, body, done, idempotent)
+        self._open[call] = _Open(header, buffers, done, idempotent)
         if self._server:
-            self._send_call(call)
+            self._unsent.append(call)
         return call
 
     def abandon(self, call: int) -> None:
         """Forget a call; `done` will not be called."""
         self._open.pop(call, None)
+
+    def flush(self, *, acknowledge: bool = False) -> None:
+        """Send what has been begun, and with it what is to be acknowledged; the latter alone only if asked to."""
+        if not self._server or not (self._unsent or (acknowledge and self._done)):
+            return
+        unsent, self._unsent = self._unsent, []
+        done, self._done = self._done, []
+        oldest = next(iter(self._open), self._next)
+        done = [call for call in done if call > oldest]
+        for first in range(0, max(1, len(unsent)), MOST_IN_ONE):
+            headers: list[Call] = []
+            frames: Frames = [b""]
+            for call in unsent[first : first + MOST_IN_ONE]:
+                found = self._open.get(call)
+                if found is not None:
+                    found.sent_to = self._server
+                    headers.append(found.header)
+                    frames += found.buffers
+            frames[0] = encode(Calls(self._client, oldest, headers, done))
+            self._send(frames)
+            done = []
 
     def on_up(self) -> None:
         """A connection was made."""
@@ -179,21 +230,21 @@ class ClientCalls:
         if isinstance(message, HelloAnswer):
             self._on_hello_answer(message)
             return
-        # Acknowledged also when the caller has given up, so that the server can forget it.
-        found = self._open.pop(message.call, None)
-        self._send([encode(Acknowledge(self._client, message.call, self._oldest()))])
-        if found is None:
-            return
-        if isinstance(message, Failure):
-            error: RpcError = RpcRemoteError(message.type_name, message.text, message.traceback)
-            found.done(Outcome(None, [], error))
-            return
-        try:
-            value = msgspec.msgpack.decode(frames[1])
-        except (*DECODE_FAILURES, IndexError) as failure:
-            found.done(Outcome(None, [], RpcError(f"the answer of {found.method!r} does not decode: {failure}")))
-            return
-        found.done(Outcome(value, [memoryview(frame) for frame in frames[2:]], None))
+        next_buffer, large = 1, False
+        for answer in message.answers:
+            buffers: list[memoryview] = []
+            if isinstance(answer, Result):
+                for _ in range(answer.buffers):
+                    buffers.append(memoryview(frames[next_buffer]))
+                    next_buffer += 1
+                large = large or len(memoryview(answer.value)) + sum(each.nbytes for each in buffers) >= LARGE_ANSWER
+            # Acknowledged also when the caller has given up, so that the server can forget it.
+            self._done.append(answer.call)
+            found = self._open.pop(answer.call, None)
+            if found is not None:
+                found.done(_outcome(found.header.method, answer, buffers))
+        if large or len(self._done) >= ACKNOWLEDGE_FROM:
+            self.flush(acknowledge=True)
 
     def fail_all(self, error: RpcError) -> None:
         """Give every open call this outcome."""
@@ -210,18 +261,19 @@ class ClientCalls:
         for call, found in list(self._open.items()):
             if found.sent_to not in (b"", self._server) and not found.idempotent:
                 del self._open[call]
-                error = RpcUnknownOutcome(f"the server of call {found.method!r} was replaced before it answered")
+                error = RpcUnknownOutcome(f"the server of call {found.header.method!r} was replaced before it answered")
                 found.done(Outcome(None, [], error))
-        for call in list(self._open):
-            self._send_call(call)
+        self._unsent = list(self._open)
+        self.flush()
 
-    def _send_call(self, call: int) -> None:
-        found = self._open[call]
-        found.sent_to = self._server
-        self._send([encode(Call(self._client, call, self._oldest(), found.method)), *found.body])
 
-    def _oldest(self) -> int:
-        return next(iter(self._open), self._next)
+def _outcome(method: str, answer: Result | Failure, buffers: list[memoryview]) -> Outcome:
+    if isinstance(answer, Failure):
+        return Outcome(None, [], RpcRemoteError(answer.type_name, answer.text, answer.traceback))
+    try:
+        return Outcome(decode_value(answer.value), buffers, None)
+    except DECODE_FAILURES as failure:
+        return Outcome(None, [], RpcError(f"the answer of {method!r} does not decode: {failure}"))
 
 
 # ---------------------------------------------------------------------------------------------- server
@@ -235,13 +287,21 @@ class Request(NamedTuple):
     frames: list[memoryview]
 
 
+class Answer(NamedTuple):
+    """What a call gave, with its buffers."""
+
+    header: Result | Failure
+    buffers: Frames
+
+
 class _Client:
     def __init__(self) -> None:
         self.route = b""
         self.oldest = 0
         self.running: set[int] = set()
-        self.answers: OrderedDict[int, Frames] = OrderedDict()
+        self.answers: OrderedDict[int, Answer] = OrderedDict()
         self.given_up: set[int] = set()
+        self.unsent: list[Answer] = []
 
 
 class ServerCalls:
@@ -256,9 +316,10 @@ class ServerCalls:
         self._incarnation = incarnation
         self._send = send
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self._with_unsent: list[_Client] = []
 
-    def on_frames(self, route: bytes, frames: Sequence[Buffer]) -> Request | None:
-        """A message came; returns a call that must be run now.
+    def on_frames(self, route: bytes, frames: Sequence[Buffer]) -> list[Request]:
+        """A message came; returns the calls that must be run now.
 
         Raises:
             one of codec.DECODE_FAILURES or IndexError: when it is none of ours.
@@ -267,41 +328,70 @@ class ServerCalls:
         if isinstance(message, Hello):
             self._client(message.client).route = route
             self._send(route, [encode(HelloAnswer(RPC_PROTOCOL, self._incarnation))])
-            return None
+            return []
         client = self._client(message.client)
         client.route = route
-        self._forget_below(client, message.oldest)
-        if isinstance(message, Acknowledge):
-            client.answers.pop(message.call, None)
-            client.given_up.discard(message.call)
-            return None
-        return self._on_call(client, message, frames)
+        self._forget(client, message.oldest, message.done)
+        requests: list[Request] = []
+        next_buffer = 1
+        for call in message.calls:
+            following = next_buffer + call.buffers
+            if following > len(frames):
+                raise IndexError(f"{len(frames) - 1} buffers came, call {call.method!r} needs {following - 1}")
+            buffers = [memoryview(frame) for frame in frames[next_buffer:following]]
+            next_buffer = following
+            request = self._on_call(client, message.client, call, buffers)
+            if request is not None:
+                requests.append(request)
+        return requests
 
-    def on_done(self, request: Request, answer: Frames) -> None:
-        """A call has ended; `answer` from `result_frames` or `failure_frames` is sent and kept."""
+    def on_done(self, request: Request, answer: Answer) -> None:
+        """A call has ended; `answer` of `result` or `failure` is kept, and sent by the next `flush`."""
         client = self._client(request.client)
         client.running.discard(request.call)
-        self._send(client.route, answer)
+        self._answer(client, answer)
         if request.call < client.oldest:
             return
         client.answers[request.call] = answer
         while len(client.answers) > KEPT_ANSWERS:
             client.given_up.add(client.answers.popitem(last=False)[0])
 
-    def _on_call(self, client: _Client, message: Call, frames: Sequence[Buffer]) -> Request | None:
+    def flush(self) -> None:
+        """Send the answers that are ready."""
+        clients, self._with_unsent = self._with_unsent, []
+        for client in clients:
+            unsent, client.unsent = client.unsent, []
+            for first in range(0, len(unsent), MOST_IN_ONE):
+                part = unsent[first : first + MOST_IN_ONE]
+                frames: Frames = [encode(Answers([answer.header for answer in part]))]
+                for answer in part:
+                    frames += answer.buffers
+                self._send(client.route, frames)
+
+    def _answer(self, client: _Client, answer: Answer) -> None:
+        if not client.unsent:
+            self._with_unsent.append(client)
+        client.unsent.append(answer)
+
+    def _on_call(self, client: _Client, name: bytes, message: Call, buffers: list[memoryview]) -> Request | None:
         call = message.call
         if call < client.oldest or call in client.running:
             return None
         if call in client.answers:
-            self._send(client.route, client.answers[call])
+            self._answer(client, client.answers[call])
             return None
         if call in client.given_up:
             text = f"the answer of call {message.method!r} was given up: over {KEPT_ANSWERS} were not acknowledged"
-            self._send(client.route, [encode(Failure(call, "AnswerGivenUp", text))])
+            self._answer(client, Answer(Failure(call, "AnswerGivenUp", text), []))
             return None
-        params = msgspec.msgpack.decode(frames[1]) if len(frames) > 1 else None
+        try:
+            params = decode_value(message.params)
+        except DECODE_FAILURES as failure:
+            text = f"the parameters of call {message.method!r} do not decode: {failure}"
+            self._answer(client, Answer(Failure(call, "DecodeError", text), []))
+            return None
         client.running.add(call)
-        return Request(message.client, call, message.method, params, [memoryview(frame) for frame in frames[2:]])
+        return Request(name, call, message.method, params, buffers)
 
     def _client(self, name: bytes) -> _Client:
         client = self._clients.get(name)
@@ -315,30 +405,35 @@ class ServerCalls:
         return client
 
     @staticmethod
-    def _forget_below(client: _Client, oldest: int) -> None:
+    def _forget(client: _Client, oldest: int, done: list[int]) -> None:
+        for call in done:
+            client.answers.pop(call, None)
+            client.given_up.discard(call)
         if oldest <= client.oldest:
             return
         client.oldest = oldest
         for call in [call for call in client.answers if call < oldest]:
             del client.answers[call]
-        client.given_up = {call for call in client.given_up if call >= oldest}
+        if client.given_up:
+            client.given_up = {call for call in client.given_up if call >= oldest}
 
 
-def result_frames(request: Request, returned: Any) -> Frames:
+def result(request: Request, returned: Any) -> Answer:
     """The answer for what a handler returned: a value, or (value, list of buffers).
 
     Raises:
         TypeError: when the value is not made of msgpack types.
     """
-    value, buffers = returned, ()
+    value: Any = returned
+    buffers: Frames = []
     if isinstance(returned, tuple) and len(returned) == 2 and _are_buffers(returned[1]):
         value, buffers = returned
-    return [encode(Result(request.call)), encode(value), *buffers]
+    return Answer(Result(request.call, msgspec.Raw(encode(value)), len(buffers)), buffers)
 
 
-def failure_frames(request: Request, type_name: str, text: str, traceback: str) -> Frames:
+def failure(request: Request, type_name: str, text: str, traceback: str) -> Answer:
     """The answer for an exception."""
-    return [encode(Failure(request.call, type_name, text, traceback))]
+    return Answer(Failure(request.call, type_name, text, traceback), [])
 
 
 def _are_buffers(candidate: Any) -> bool:

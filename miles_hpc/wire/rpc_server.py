@@ -7,11 +7,13 @@ import contextlib
 import errno
 import inspect
 import logging
-import queue
 import secrets
+import select
 import socket as os_socket
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,8 +22,8 @@ import zmq
 
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.codec import DECODE_FAILURES
-from miles_hpc.wire.rpc_client import send_frames
-from miles_hpc.wire.rpc_protocol import Frames, Request, ServerCalls, failure_frames, result_frames
+from miles_hpc.wire.rpc_client import descriptor_of, receive_frames, send_frames
+from miles_hpc.wire.rpc_protocol import Answer, Frames, Request, ServerCalls, failure, result
 from miles_hpc.wire.security import DATA, Role, authenticator, load_keys, role_keys
 from miles_hpc.wire.socket_options import Context, Socket, bind, prepare, prepare_server
 
@@ -33,6 +35,13 @@ PlainHandler: TypeAlias = Callable[[Any, "list[memoryview]"], Any]
 """The same as a plain function."""
 
 _TURN = 100
+"""Messages that are taken in one turn."""
+_STAND_IN_S = 0.05
+"""How long a handler of a thread server may run before another thread looks after the socket."""
+_TOGETHER_S = 0.001
+"""How long an answer of a thread server may wait for those of calls that have come already."""
+_STAND_BY_S = 1.0
+"""How long without a call that thread waits before it sleeps for good."""
 
 
 class RpcListener:
@@ -67,21 +76,22 @@ class RpcListener:
         requests: list[Request] = []
         for _ in range(_TURN):
             try:
-                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                route, *frames = receive_frames(self.socket)
             except zmq.Again:
                 return requests, False
             try:
-                request = self._calls.on_frames(route.bytes, [frame.buffer for frame in frames])
-            except (*DECODE_FAILURES, IndexError) as failure:
-                log.warning("an RPC message to %s was dropped: %s", self.address.netloc, failure)
-                continue
-            if request is not None:
-                requests.append(request)
+                requests += self._calls.on_frames(route.bytes, [frame.buffer for frame in frames])
+            except (*DECODE_FAILURES, IndexError) as trouble:
+                log.warning("an RPC message to %s was dropped: %s", self.address.netloc, trouble)
         return requests, True
 
-    def answer(self, request: Request, frames: Frames) -> None:
-        """Send and keep the answer of a call."""
-        self._calls.on_done(request, frames)
+    def answer(self, request: Request, answer: Answer) -> None:
+        """Keep the answer of a call, to be sent by the next `flush`."""
+        self._calls.on_done(request, answer)
+
+    def flush(self) -> None:
+        """Send the answers that are ready, all of one client at once."""
+        self._calls.flush()
 
     def close(self) -> None:
         """Close the socket."""
@@ -91,20 +101,20 @@ class RpcListener:
     def _send(self, route: bytes, frames: Frames) -> None:
         try:
             send_frames(self.socket, [route, *frames])
-        except zmq.ZMQError as failure:
+        except zmq.ZMQError as trouble:
             # The client is gone; it asks again after its reconnect, and the answer is kept until then.
-            if failure.errno not in (zmq.EHOSTUNREACH, errno.EAGAIN):
+            if trouble.errno not in (zmq.EHOSTUNREACH, errno.EAGAIN):
                 raise
 
 
-def _failed(request: Request, failure: BaseException) -> Frames:
-    text = "".join(traceback.format_exception(failure))
-    return failure_frames(request, type(failure).__name__, str(failure), text)
+def _failed(request: Request, trouble: BaseException) -> Answer:
+    text = "".join(traceback.format_exception(trouble))
+    return failure(request, type(trouble).__name__, str(trouble), text)
 
 
-def _unknown(request: Request, methods: Mapping[str, Any]) -> Frames:
+def _unknown(request: Request, methods: Mapping[str, Any]) -> Answer:
     known = ", ".join(sorted(methods)) or "none"
-    return failure_frames(request, "UnknownMethod", f"no method {request.method!r}; known: {known}", "")
+    return failure(request, "UnknownMethod", f"no method {request.method!r}; known: {known}", "")
 
 
 class RpcServer:
@@ -135,7 +145,7 @@ class RpcServer:
         self._methods = dict(methods)
         self._listener = RpcListener(listen, run_dir, attempt, roles, context)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pump_due = False
+        self._turn_due = False
         self._closed: asyncio.Future[None] | None = None
 
     @property
@@ -149,10 +159,9 @@ class RpcServer:
             return
         loop = asyncio.get_running_loop()
         self._closed = loop.create_future()
-        descriptor = self._listener.socket.get(zmq.FD)
-        assert isinstance(descriptor, int)
-        loop.add_reader(descriptor, self._pump)
-        self._pump_soon()
+        descriptor = descriptor_of(self._listener.socket)
+        loop.add_reader(descriptor, self._turn)
+        self._turn_soon()
         try:
             await self._closed
         finally:
@@ -171,46 +180,49 @@ class RpcServer:
         elif not self._closed.done():
             self._closed.set_result(None)
 
-    def _pump_soon(self) -> None:
+    def _turn_soon(self) -> None:
         # A ZeroMQ descriptor is edge-triggered, and any send may take the edge: so after a send, look.
-        if not self._pump_due:
-            self._pump_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+        if not self._turn_due:
+            self._turn_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
 
-    def _pump(self) -> None:
-        self._pump_due = False
+    def _turn(self) -> None:
+        """Send what has been answered in this turn of the loop, and begin what has come."""
+        self._turn_due = False
         if self._closed is None:
             return
+        self._listener.flush()
         requests, more = self._listener.pump()
         for request in requests:
-            task = asyncio.get_running_loop().create_task(self._run(request), name=f"rpc {request.method}")
+            task = asyncio.get_running_loop().create_task(self._run(request), name=request.method)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if more or requests:
-            self._pump_soon()
+        if more:
+            self._turn_soon()
 
     async def _run(self, request: Request) -> None:
         handler = self._methods.get(request.method)
         try:
             if handler is None:
-                frames = _unknown(request, self._methods)
+                answer = _unknown(request, self._methods)
             else:
-                frames = result_frames(request, await handler(request.params, request.frames))
-        except asyncio.CancelledError as failure:
+                answer = result(request, await handler(request.params, request.frames))
+        except asyncio.CancelledError as trouble:
             if self._closed is None:
                 raise
-            frames = _failed(request, failure)  # the handler's own doing, so its caller must hear of it
-        except Exception as failure:
+            answer = _failed(request, trouble)  # the handler's own doing, so its caller must hear of it
+        except Exception as trouble:
             log.exception("RPC %s failed", request.method)
-            frames = _failed(request, failure)
-        self._listener.answer(request, frames)
-        self._pump_soon()
+            answer = _failed(request, trouble)
+        self._listener.answer(request, answer)
+        self._turn_soon()
 
 
 class RpcThreadServer:
     """Serves plain functions, one call after another, in the thread that runs `serve_forever`.
 
-    A second thread owns the socket, so that clients reach the server while a handler computes.
+    That thread has the socket, too. While it runs a long handler, and before it serves, another one stands in, so that
+    clients reach the server at any time.
 
     Args and errors as RpcServer.
     """
@@ -229,13 +241,20 @@ class RpcThreadServer:
             if inspect.iscoroutinefunction(method):
                 raise TypeError(f"method {name!r} is a coroutine function; RpcThreadServer runs plain functions")
         self._methods = dict(methods)
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[Request, Frames] | None] = queue.SimpleQueue()
+        self._requests: deque[Request] = deque()
         self._listener = RpcListener(listen, run_dir, attempt, roles, context)
+        self._lock = threading.Lock()
+        """Of the socket and of what follows."""
+        self._away_since: float | None = time.monotonic()
+        """When the serving thread turned from the socket to something else; None while it waits at the socket."""
+        self._standing_by = True
+        self._called_at = 0.0
+        self._stopping = self._closed = False
+        self._needed = threading.Event()
         self._wake_in, self._wake_out = os_socket.socketpair()
         self._wake_in.setblocking(False)
-        self._thread = threading.Thread(target=self._own_socket, name="rpc-socket", daemon=True)
-        self._thread.start()
+        self._stand_in = threading.Thread(target=self._look_after_socket, name="rpc-socket", daemon=True)
+        self._stand_in.start()
 
     def __enter__(self) -> RpcThreadServer:
         return self
@@ -250,57 +269,81 @@ class RpcThreadServer:
 
     def serve_forever(self) -> None:
         """Run calls in this thread until `stop`."""
-        while (request := self._requests.get()) is not None:
-            self._reply(request, self._run(request))
+        news = select.poll()
+        for descriptor in (descriptor_of(self._listener.socket), self._wake_out.fileno()):
+            news.register(descriptor, select.POLLIN)
+        flushed_at = 0.0
+        while not self._stopping:
+            with self._lock:
+                request = self._next()
+            if request is None:
+                news.poll()
+                continue
+            answer = self._run(request)
+            with self._lock:
+                self._listener.answer(request, answer)
+                # Of many short calls the answers leave together; should the next be long, the other thread sends this.
+                if not self._requests or time.monotonic() - flushed_at >= _TOGETHER_S:
+                    self._listener.flush()
+                    flushed_at = time.monotonic()
+        with self._lock:
+            self._listener.flush()
+            self._leave_socket()
 
     def stop(self) -> None:
         """End `serve_forever` after the running call; calls that wait are not run. From any thread, or a handler."""
-        self._requests.put(None)
+        self._stopping = True
+        with contextlib.suppress(OSError):  # it is closed, or full, which wakes as well
+            self._wake_in.send(b"\0")
 
     def close(self) -> None:
-        """Send what answers are done, then release the address."""
+        """Release the address."""
+        if self._closed:
+            return
+        self._closed = True
         self.stop()
-        if self._thread.is_alive():
-            self._answers.put(None)
-            self._wake()
-            self._thread.join()
-            self._wake_in.close()
-            self._wake_out.close()
+        self._needed.set()
+        self._stand_in.join()
+        with self._lock:
+            self._listener.close()
+        self._wake_in.close()
+        self._wake_out.close()
 
-    def _run(self, request: Request) -> Frames:
+    def _next(self) -> Request | None:
+        """A call to run. None: there is none, and from now on the caller waits at the socket."""
+        if not self._requests:
+            self._requests.extend(self._listener.pump()[0])
+            if not self._requests:
+                self._away_since = None
+                return None
+            self._leave_socket()
+        return self._requests.popleft()
+
+    def _leave_socket(self) -> None:
+        self._away_since = self._called_at = time.monotonic()
+        if not self._standing_by:
+            self._standing_by = True
+            self._needed.set()
+
+    def _run(self, request: Request) -> Answer:
         handler = self._methods.get(request.method)
         try:
             if handler is None:
                 return _unknown(request, self._methods)
-            return result_frames(request, handler(request.params, request.frames))
-        except Exception as failure:
+            return result(request, handler(request.params, request.frames))
+        except Exception as trouble:
             log.exception("RPC %s failed", request.method)
-            return _failed(request, failure)
+            return _failed(request, trouble)
 
-    def _reply(self, request: Request, frames: Frames) -> None:
-        self._answers.put((request, frames))
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
-            self._wake_in.send(b"\0")
-
-    def _own_socket(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._listener.socket, zmq.POLLIN)
-        poller.register(self._wake_out, zmq.POLLIN)
-        try:
-            while True:
-                ready = dict(poller.poll())
-                if self._wake_out.fileno() in ready:
-                    self._wake_out.recv(4096)
-                requests, _ = self._listener.pump()
-                for request in requests:
-                    self._requests.put(request)
-                while not self._answers.empty():
-                    answer = self._answers.get()
-                    if answer is None:
-                        return
-                    self._listener.answer(*answer)
-        finally:
-            self._listener.close()
+    def _look_after_socket(self) -> None:
+        """The other thread: between short calls it only sleeps, so that they cost nothing more."""
+        while not self._closed:
+            self._needed.wait(_STAND_IN_S if self._standing_by else None)
+            with self._lock:
+                self._needed.clear()
+                now = time.monotonic()
+                if self._away_since is None:
+                    self._standing_by = now - self._called_at < _STAND_BY_S
+                elif now - self._away_since >= _STAND_IN_S and not self._closed:
+                    self._requests.extend(self._listener.pump()[0])
+                    self._listener.flush()

@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 from miles_hpc.wire import rpc_protocol as rpc
 from miles_hpc.wire.codec import DECODE_FAILURES
 from miles_hpc.wire.rpc_protocol import (
+    ACKNOWLEDGE_FROM,
     KEPT_ANSWERS,
     KEPT_CLIENTS,
-    Acknowledge,
+    LARGE_ANSWER,
+    MOST_IN_ONE,
+    Answers,
     Call,
+    Calls,
     ClientCalls,
     Failure,
     Hello,
@@ -26,11 +30,14 @@ from miles_hpc.wire.rpc_protocol import (
     decode_to_client,
     decode_to_server,
     encode,
-    failure_frames,
-    result_frames,
+    failure,
+    result,
 )
 
 pytestmark = pytest.mark.unit
+
+
+NIL = msgspec.Raw(b"\xc0")
 
 
 class Client:
@@ -40,22 +47,29 @@ class Client:
         self.sent, self.outcomes = [], {}
         self.calls = ClientCalls(name, self.sent.append)
 
-    def begin(self, **how):
-        call = self.calls.begin("m", [b"\xc0"], lambda outcome: self.outcomes.setdefault(call, outcome), **how)
+    def begin(self, buffers=(), **how):
+        call = self.calls.begin(
+            "m", None, list(buffers), lambda outcome: self.outcomes.setdefault(call, outcome), **how
+        )
         return call
 
     def up(self, incarnation=b"s1"):
         self.calls.on_up()
-        self.take()
+        assert self.take() == [Hello(rpc.RPC_PROTOCOL, b"c")]
         self.calls.on_frames([encode(HelloAnswer(rpc.RPC_PROTOCOL, incarnation))])
 
     def take(self):
+        """What was sent, with what waited to be."""
+        self.calls.flush()
         sent = [decode_to_server.decode(frames[0]) for frames in self.sent]
         self.sent.clear()
         return sent
 
+    def take_calls(self):
+        return [call.call for message in self.take() for call in message.calls]
+
     def result(self, call, value=None):
-        self.calls.on_frames([encode(rpc.Result(call)), encode(value)])
+        self.calls.on_frames([encode(Answers([rpc.Result(call, msgspec.Raw(encode(value)))]))])
 
 
 class Server:
@@ -64,16 +78,24 @@ class Server:
         self.calls = ServerCalls(b"s1", lambda route, frames: self.sent.append((route, frames)))
 
     def call(self, call, oldest=1, client=b"c", route=b"r1"):
-        return self.calls.on_frames(route, [encode(Call(client, call, oldest, "m")), b"\xc0"])
+        """The request that a call makes, if any."""
+        requests = self.calls.on_frames(route, [encode(Calls(client, oldest, [Call(call, "m", NIL)]))])
+        assert len(requests) < 2
+        return requests[0] if requests else None
 
     def done(self, request, value=None):
-        self.calls.on_done(request, result_frames(request, value))
+        self.calls.on_done(request, result(request, value))
 
-    def acknowledge(self, call, oldest, client=b"c"):
-        assert self.calls.on_frames(b"r1", [encode(Acknowledge(client, call, oldest))]) is None
+    def acknowledge(self, oldest, done=(), client=b"c"):
+        assert self.calls.on_frames(b"r1", [encode(Calls(client, oldest, [], list(done)))]) == []
 
     def take(self):
-        sent = [(route, decode_to_client.decode(frames[0])) for route, frames in self.sent]
+        """(route, answer) of what was sent, with what waited to be."""
+        self.calls.flush()
+        sent = []
+        for route, frames in self.sent:
+            message = decode_to_client.decode(frames[0])
+            sent += [(route, answer) for answer in getattr(message, "answers", [message])]
         self.sent.clear()
         return sent
 
@@ -86,10 +108,10 @@ def test_nothing_is_sent_before_the_server_has_said_who_it_is():
     client.calls.on_up()
     assert client.take() == [Hello(rpc.RPC_PROTOCOL, b"c")]
     client.calls.on_frames([encode(HelloAnswer(rpc.RPC_PROTOCOL, b"s1"))])
-    assert client.take() == [Call(b"c", call, call, "m")]
+    assert client.take() == [Calls(b"c", call, [Call(call, "m", NIL)])]
 
 
-def test_an_answer_ends_its_call_and_is_acknowledged():
+def test_an_answer_ends_its_call_and_is_acknowledged_with_the_next_one():
     client = Client()
     client.up()
     first, second = client.begin(), client.begin()
@@ -97,10 +119,67 @@ def test_an_answer_ends_its_call_and_is_acknowledged():
     client.result(second, {"a": 1})
     assert client.outcomes[second].value == {"a": 1}
     assert first not in client.outcomes
-    assert client.take() == [Acknowledge(b"c", second, first)]
+    assert client.take() == []
+    third = client.begin()
+    (sent,) = client.take()
+    assert (sent.oldest, sent.done, [call.call for call in sent.calls]) == (first, [second], [third])
     client.result(first)
-    assert client.take() == [Acknowledge(b"c", first, second + 1)]
+    fourth = client.begin()
+    (sent,) = client.take()
+    assert (sent.oldest, sent.done, [call.call for call in sent.calls]) == (third, [], [fourth])
+    client.result(third)
+    client.result(fourth)
     assert len(client.calls) == 0
+
+
+def test_what_is_begun_together_leaves_together():
+    client = Client()
+    client.up()
+    begun = [client.begin() for _ in range(MOST_IN_ONE + 2)]
+    sent = client.take()
+    assert [len(message.calls) for message in sent] == [MOST_IN_ONE, 2]
+    assert [call.call for message in sent for call in message.calls] == begun
+    assert client.take() == []
+
+
+def test_each_call_of_a_message_has_its_own_buffers():
+    client, server = Client(), Server()
+    client.up()
+    client.begin([b"a", b"b"])
+    client.begin()
+    client.begin([b"c"])
+    client.calls.flush()
+    (frames,) = client.sent
+    requests = server.calls.on_frames(b"r1", frames)
+    assert [[bytes(frame) for frame in request.frames] for request in requests] == [[b"a", b"b"], [], [b"c"]]
+    for request in reversed(requests):
+        server.done(request, (len(request.frames), [bytes(frame) * 2 for frame in request.frames]))
+    server.calls.flush()
+    ((_, answer),) = server.sent
+    client.calls.on_frames(answer)
+    found = {call: [bytes(frame) for frame in outcome.frames] for call, outcome in client.outcomes.items()}
+    assert found == {1: [b"aa", b"bb"], 2: [], 3: [b"cc"]}
+
+
+def test_buffers_that_are_missing_make_a_message_none_of_ours():
+    with pytest.raises(IndexError, match="0 buffers came, call 'm' needs 1"):
+        Server().calls.on_frames(b"r1", [encode(Calls(b"c", 1, [Call(1, "m", NIL, 1)]))])
+
+
+def test_a_large_answer_is_acknowledged_at_once_and_many_small_ones_are():
+    client = Client()
+    client.up()
+    calls = [client.begin() for _ in range(ACKNOWLEDGE_FROM + 3)]
+    client.take()
+    client.result(calls[-1], b"x" * LARGE_ANSWER)
+    assert client.take() == [Calls(b"c", calls[0], [], [calls[-1]])]
+    for call in calls[1:-1]:
+        client.result(call)
+    assert client.take() == [Calls(b"c", calls[0], [], calls[1 : ACKNOWLEDGE_FROM + 1])]
+    client.calls.flush(acknowledge=True)
+    assert client.take() == [Calls(b"c", calls[0], [], calls[ACKNOWLEDGE_FROM + 1 : -1])]
+    client.calls.flush(acknowledge=True)
+    assert client.take() == []
 
 
 def test_open_calls_are_repeated_to_the_same_server_after_a_reconnect():
@@ -112,7 +191,7 @@ def test_open_calls_are_repeated_to_the_same_server_after_a_reconnect():
     third = client.begin()
     assert client.take() == []
     client.up()
-    assert [message.call for message in client.take()] == [first, second, third]
+    assert client.take_calls() == [first, second, third]
     assert client.outcomes == {}
 
 
@@ -120,11 +199,11 @@ def test_calls_that_another_server_got_are_not_repeated_and_those_it_did_not_get
     client = Client()
     client.up(b"s1")
     old = client.begin()
+    client.take()
     client.calls.on_down()
     new = client.begin()
-    client.take()
     client.up(b"s2")
-    assert [message.call for message in client.take()] == [new]
+    assert client.take_calls() == [new]
     assert isinstance(client.outcomes[old].error, RpcUnknownOutcome)
     assert new not in client.outcomes
 
@@ -136,7 +215,7 @@ def test_an_idempotent_call_is_repeated_to_another_server():
     client.calls.on_down()
     client.take()
     client.up(b"s2")
-    assert [message.call for message in client.take()] == [call]
+    assert client.take_calls() == [call]
     assert client.outcomes == {}
 
 
@@ -144,7 +223,7 @@ def test_a_failure_carries_type_text_and_traceback():
     client = Client()
     client.up()
     call = client.begin()
-    client.calls.on_frames([encode(Failure(call, "KeyError", "'x'", "Traceback …"))])
+    client.calls.on_frames([encode(Answers([Failure(call, "KeyError", "'x'", "Traceback …")]))])
     error = client.outcomes[call].error
     assert isinstance(error, RpcRemoteError)
     assert (error.type_name, error.text, error.traceback) == ("KeyError", "'x'", "Traceback …")
@@ -159,7 +238,8 @@ def test_a_late_answer_of_an_abandoned_call_is_acknowledged_and_goes_nowhere():
     client.take()
     client.result(call)
     assert client.outcomes == {}
-    assert client.take() == [Acknowledge(b"c", call, call + 1)]
+    client.calls.flush(acknowledge=True)
+    assert client.take() == [Calls(b"c", call + 1)]
 
 
 def test_an_abandoned_call_is_not_repeated():
@@ -169,7 +249,7 @@ def test_an_abandoned_call_is_not_repeated():
     client.calls.on_down()
     client.take()
     client.up()
-    assert client.take() == []
+    assert client.take_calls() == []
 
 
 def test_a_repeated_answer_is_given_once():
@@ -185,7 +265,7 @@ def test_a_value_that_does_not_decode_ends_the_call_with_an_error():
     client = Client()
     client.up()
     call = client.begin()
-    client.calls.on_frames([encode(rpc.Result(call)), b"\xc1"])
+    client.calls.on_frames([encode(Answers([rpc.Result(call, msgspec.Raw(b"\xd4\xff\x00"))]))])
     assert isinstance(client.outcomes[call].error, RpcError)
 
 
@@ -201,7 +281,7 @@ def test_a_server_of_another_protocol_fails_all_calls_by_name():
 # ------------------------------------------------------------------------------------------ server
 def test_a_hello_is_answered_with_the_incarnation():
     server = Server()
-    assert server.calls.on_frames(b"r1", [encode(Hello(rpc.RPC_PROTOCOL, b"c"))]) is None
+    assert server.calls.on_frames(b"r1", [encode(Hello(rpc.RPC_PROTOCOL, b"c"))]) == []
     assert server.take() == [(b"r1", HelloAnswer(rpc.RPC_PROTOCOL, b"s1"))]
 
 
@@ -211,7 +291,7 @@ def test_a_repeat_of_a_running_call_is_not_run_and_its_answer_goes_to_the_newest
     assert server.call(1, route=b"r2") is None
     assert server.take() == []
     server.done(request)
-    assert server.take() == [(b"r2", rpc.Result(1))]
+    assert server.take() == [(b"r2", rpc.Result(1, NIL))]
 
 
 def test_a_repeat_of_an_answered_call_gets_the_kept_answer():
@@ -219,16 +299,35 @@ def test_a_repeat_of_an_answered_call_gets_the_kept_answer():
     server.done(server.call(1))
     server.take()
     assert server.call(1, route=b"r2") is None
-    assert server.take() == [(b"r2", rpc.Result(1))]
+    assert server.take() == [(b"r2", rpc.Result(1, NIL))]
 
 
 def test_a_repeat_of_an_acknowledged_call_is_not_run():
     server = Server()
     server.done(server.call(1))
-    server.acknowledge(1, oldest=2)
+    server.acknowledge(oldest=2)
     server.take()
     assert server.call(1) is None
     assert server.take() == []
+
+
+def test_a_call_that_was_acknowledged_out_of_order_is_forgotten_alone():
+    server = Server()
+    for call in (1, 2, 3):
+        server.done(server.call(call))
+    server.acknowledge(oldest=1, done=[2])
+    assert list(server.calls._clients[b"c"].answers) == [1, 3]
+
+
+def test_parameters_that_do_not_decode_fail_their_call_and_no_other():
+    server = Server()
+    bad = Call(1, "m", msgspec.Raw(b"\xd6\xff\xff\xff\xff\xff"))
+    timestamp = Call(2, "m", msgspec.Raw(b"\xc7\x0c\xff\xff\xff\xff\xff\x7f\xff\xff\xff\xff\xff\xff\xff"))
+    requests = server.calls.on_frames(b"r1", [encode(Calls(b"c", 1, [bad, timestamp, Call(3, "m", NIL)]))])
+    assert [request.call for request in requests][-1] == 3
+    failed = [answer for _, answer in server.take()]
+    assert {answer.type_name for answer in failed} == {"DecodeError"}
+    assert 2 in {answer.call for answer in failed}
 
 
 def test_calls_of_different_clients_do_not_meet():
@@ -266,28 +365,28 @@ def test_clients_are_bounded_and_those_with_a_running_call_are_kept():
     server.take()
     assert server.call(1, client=b"busy") is None
     server.done(busy)
-    assert server.take() == [(b"r1", rpc.Result(1))]
+    assert server.take() == [(b"r1", rpc.Result(1, NIL))]
 
 
 @pytest.mark.parametrize("value", [None, 1, "a", {"k": [1, 2]}, (1, 2), (1, [2]), (1, 2, 3), [], ()], ids=repr)
 def test_a_value_without_buffers_is_sent_as_a_value(value):
-    frames = result_frames(Server().call(1), value)
-    assert frames[1:] == [msgspec.msgpack.encode(value)]
+    answer = result(Server().call(1), value)
+    assert (bytes(answer.header.value), answer.buffers) == (msgspec.msgpack.encode(value), [])
 
 
 def test_a_value_with_buffers_is_sent_with_them():
-    frames = result_frames(Server().call(1), ({"a": 1}, [b"x", bytearray(b"y"), memoryview(b"z")]))
-    assert msgspec.msgpack.decode(frames[1]) == {"a": 1}
-    assert [bytes(frame) for frame in frames[2:]] == [b"x", b"y", b"z"]
+    answer = result(Server().call(1), ({"a": 1}, [b"x", bytearray(b"y"), memoryview(b"z")]))
+    assert msgspec.msgpack.decode(answer.header.value) == {"a": 1}
+    assert [bytes(frame) for frame in answer.buffers] == [b"x", b"y", b"z"]
 
 
 def test_a_value_that_is_not_msgpack_is_a_type_error():
     with pytest.raises(TypeError):
-        result_frames(Server().call(1), object())
+        result(Server().call(1), object())
 
 
 # ------------------------------------------------------------------------------------------ both, and what breaks
-@given(st.lists(st.sampled_from(["begin", "down", "up", "deliver", "finish", "back"]), max_size=60))
+@given(st.lists(st.sampled_from(["begin", "down", "up", "deliver", "finish", "back", "turn"]), max_size=60))
 @settings(deadline=None)
 def test_no_call_runs_twice_and_each_ends_whatever_is_lost(events):
     """A connection that loses what is under way at each break; afterwards all is delivered."""
@@ -310,13 +409,15 @@ def test_no_call_runs_twice_and_each_ends_whatever_is_lost(events):
             linked = True
             client.calls.on_up()
         elif event == "deliver" and wire_to and linked:
-            request = server.on_frames(b"r", wire_to.pop(0))
-            if request is not None:
+            for request in server.on_frames(b"r", wire_to.pop(0)):
                 runs.append(request.call)
                 running.append(request)
         elif event == "finish" and running:
             request = running.pop(0)
-            server.on_done(request, result_frames(request, request.call))
+            server.on_done(request, result(request, request.call))
+        elif event == "turn":
+            client.calls.flush()
+            server.flush()
         elif event == "back" and wire_back and linked:
             client.calls.on_frames(wire_back.pop(0))
 
@@ -324,8 +425,10 @@ def test_no_call_runs_twice_and_each_ends_whatever_is_lost(events):
         step(event)
     step("up")
     for _ in range(20 * (len(events) + 1)):
-        for event in ("deliver", "finish", "back"):
+        for event in ("turn", "deliver", "finish", "turn", "back"):
             step(event)
+    client.calls.flush(acknowledge=True)
+    step("deliver")
     assert sorted(runs) == begun
     assert {call: outcome.value for call, outcome in client.outcomes.items()} == {call: call for call in begun}
     assert not server._clients or not server._clients[b"c"].answers
@@ -341,6 +444,6 @@ def test_random_frames_raise_nothing_but_decode_failures(frames):
             pass
 
 
-def test_failure_frames_say_what_happened():
-    frames = failure_frames(Server().call(3), "ValueError", "text", "trace")
-    assert decode_to_client.decode(frames[0]) == Failure(3, "ValueError", "text", "trace")
+def test_a_failure_says_what_happened():
+    answer = failure(Server().call(3), "ValueError", "text", "trace")
+    assert answer == (Failure(3, "ValueError", "text", "trace"), [])
