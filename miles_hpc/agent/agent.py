@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import time
+from pathlib import Path
 
 import zmq
 
@@ -20,6 +21,7 @@ from miles_hpc.agent.gpus import VISIBLE, NodeGpus
 from miles_hpc.agent.hub_keeper import HubKeeper
 from miles_hpc.agent.link import AgentLink
 from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.options import Options
 from miles_hpc.agent.place import place_name
 from miles_hpc.agent.ports import PortLocks, Ports
@@ -31,7 +33,6 @@ from miles_hpc.agent.supervise import Exit, Supervisor
 from miles_hpc.agent.surroundings import NodeSurroundings
 from miles_hpc.agent.sweep import sweep_the_dead
 from miles_hpc.agent.table import WorkerTable
-from miles_hpc.agent.worker_logs import LogKeeper
 from miles_hpc.wire import rendezvous
 from miles_hpc.wire.messages import (
     AgentHello,
@@ -90,19 +91,17 @@ class Agent:
             # Of this thread alone, which starts all workers.
             os.sched_setaffinity(0, cpus)
         self._differs = inventory.differences(self._inventory, options.granted)
-        logs = LogKeeper()
-        self.surroundings = NodeSurroundings(
-            options.log_dir,
-            Scratch(place_name(str(options.run_dir), options.attempt, options.node), os.environ, options.scratch),
-            NodeGpus(self._inventory.gpus, os.environ.get(VISIBLE), options.gpu),
-            logs=logs,
-        )
+        place = place_name(str(options.run_dir), options.attempt, options.node)
+        scratch = Scratch(place, os.environ, options.scratch)
+        spare = Path(options.local_logs) if options.local_logs else scratch.root.parent
+        self.logs = LogFiles(spare / f"{place}-logs", options.log_dir, always=bool(options.local_logs))
+        gpus = NodeGpus(self._inventory.gpus, os.environ.get(VISIBLE), options.gpu)
+        self.surroundings = NodeSurroundings(self.logs, scratch, gpus)
         self.table = WorkerTable(
             self.supervisor, self.ports, self.probes, self.stalls, self.surroundings, self.log, self._send
         )
-        self.keeper = HubKeeper(options, self.supervisor, self.log, self._send, self._clock)
+        self.keeper = HubKeeper(options, self.supervisor, self.logs, self.log, self._send, self._clock)
         self.hub = self.keeper.process
-        logs.watch(self.hub.log_path)
         self._heartbeat_every = options.timing.heartbeat
         self._heartbeat_at = self._full_table_at = math.inf
         self._seq = 0

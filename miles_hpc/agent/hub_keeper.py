@@ -13,6 +13,7 @@ from miles_hpc.agent.hub_process import EPOCH_TAKEN, HubProcess
 from miles_hpc.agent.lease import Lease, LeaseLost, NoLease, lease_path, read_lease, renew_lease
 from miles_hpc.agent.link import AgentLink
 from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.options import Options
 from miles_hpc.agent.peers import Peers
 from miles_hpc.agent.supervise import Exit, Supervisor
@@ -36,6 +37,7 @@ class HubKeeper:
     """Owned by an agent, whose loop calls it.
 
     Args:
+        logs: where the hub's own output goes.
         send: takes a report to the hub.
         clock: monotonic seconds.
 
@@ -48,6 +50,7 @@ class HubKeeper:
         self,
         options: Options,
         supervisor: Supervisor,
+        logs: LogFiles,
         log: JsonLog,
         send: Callable[[Message], None],
         clock: Callable[[], float],
@@ -59,7 +62,7 @@ class HubKeeper:
             options.attempt,
             options.node,
             options.address,
-            options.log_dir,
+            logs,
             supervisor,
             slurm=options.slurm,
             also=options.also,

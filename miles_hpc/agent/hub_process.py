@@ -10,10 +10,12 @@ from pathlib import Path
 import msgspec
 
 from miles_hpc.agent import procfs
+from miles_hpc.agent.log_files import LogFiles
+from miles_hpc.agent.patience import Patience, Stalled
 from miles_hpc.agent.supervise import Exit, Supervisor
-from miles_hpc.agent.table import read_tail
 from miles_hpc.wire.ids import Generation
 
+LOG = "hub.log"
 EPOCH_TAKEN = 3
 """Exit code of a hub that found its epoch, or a higher one, taken."""
 
@@ -34,13 +36,14 @@ class HubProcess:
         attempt: int,
         node: str,
         address: str,
-        log_dir: Path,
+        logs: LogFiles,
         supervisor: Supervisor,
         *,
         slurm: bool = False,
         also: Sequence[str] = (),
     ) -> None:
-        self.log_path = log_dir / "hub.log"
+        self._logs, self._log_path = logs, logs.home_of(Path(LOG))
+        self._patience = Patience()
         self._run_dir = run_dir
         self._run_id = run_id
         self._attempt = attempt
@@ -55,6 +58,7 @@ class HubProcess:
 
         Raises:
             SpawnError.
+            OSError: when its log can be written nowhere.
         """
         argv = [sys.executable, "-m", "miles_hpc.cli.hub"]
         argv += ["--run-dir", str(self._run_dir), "--run-id", self._run_id, "--attempt", str(self._attempt)]
@@ -66,26 +70,31 @@ class HubProcess:
         if self._slurm:
             argv.append("--slurm")
         env = procfs.worker_environ(os.environ)
-        self._supervisor.spawn(self.name, Generation(0, 0), argv, env, self.log_path)
+        with self._logs.opened(LOG) as (log, self._log_path):
+            self._supervisor.spawn(self.name, Generation(0, 0), argv, env, log)
 
     @property
     def _verdict_path(self) -> Path:
         return self._run_dir / "verdicts" / f"attempt-{self._attempt}.json"
 
     def verdict_stands(self) -> bool:
-        """Whether the attempt has its verdict."""
-        return self._verdict_path.exists()
+        """Whether the attempt has its verdict. While the file system stalls it is taken to have none."""
+        try:
+            return self._patience.do(self._verdict_path.exists)
+        except Stalled:
+            return False
 
     def describe(self, ended: Exit) -> str:
         """How the hub ended."""
         how = f"signal {ended.signal}" if ended.signal is not None else f"exit code {ended.exit_code}"
-        lines = [line for line in read_tail(self.log_path, 4096).splitlines() if line.strip()]
+        lines = [line for line in self._logs.tail(self._log_path, 4096).splitlines() if line.strip()]
         last = f"; its last line: {lines[-1]}" if lines else ""
-        return f"the hub ended by {how} without a verdict (log {self.log_path}){last}"
+        return f"the hub ended by {how} without a verdict (log {self._logs.home_of(self._log_path)}){last}"
 
     def verdict_exit_code(self) -> int:
         """The exit code that the verdict asks for; 1 when it cannot be read."""
         try:
-            return msgspec.json.decode(self._verdict_path.read_bytes(), type=_Verdict).exit_code
+            content = self._patience.do(self._verdict_path.read_bytes)
+            return msgspec.json.decode(content, type=_Verdict).exit_code
         except (OSError, msgspec.MsgspecError):
             return 1

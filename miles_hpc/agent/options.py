@@ -40,6 +40,8 @@ class Options:
     """What this agent has read (`digest.run_digest`)."""
     scratch: str = ""
     """Where temporary files go if that is possible."""
+    local_logs: str = ""
+    """Directory on this machine that logs of workers go to first; empty: straight to the run directory."""
     gpu: GpuConfig = field(default_factory=GpuConfig)
     wants_gpus: bool = False
     """Some pool of the run needs GPUs."""

@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             port_range=config.network.port_range,
             digest=run_digest(run_dir),
             scratch=config.cluster.scratch,
+            local_logs=config.logs.local_dir,
             gpu=config.gpu,
             wants_gpus=_wants_gpus(config),
             granted=Granted(
@@ -95,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception:
         traceback.print_exc()
+        agent.log.close()
         return BROKEN
 
 

@@ -119,15 +119,16 @@ class Supervisor:
         generation: Generation,
         argv: list[str],
         env: Mapping[str, str],
-        log_path: Path,
+        log: int,
         *,
         stop_grace: float = 5.0,
         ports_free: Callable[[], str] = str,
         group: Path | None = None,
     ) -> Worker:
-        """Start a program in a session of its own, its output going to the end of `log_path`.
+        """Start a program in a session of its own.
 
         Args:
+            log: descriptor that its output goes to; stays the caller's.
             ports_free: says "" when all ports of the worker are free, otherwise which one is not.
             group: control group that the program is put into.
 
@@ -147,20 +148,19 @@ class Supervisor:
         command = [sys.executable, "-I", "-S", SHIM, str(self._pid), str(int(signal.SIGKILL))]
         command += ["" if group is None else str(group), PACKAGE_ROOT, *argv]
         try:
-            log_path.parent.mkdir(parents=True, exist_ok=True)
             pid = os.posix_spawn(
                 sys.executable,
                 command,
                 full_env,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, os.fspath(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                    (os.POSIX_SPAWN_DUP2, log, 1),
+                    (os.POSIX_SPAWN_DUP2, log, 2),
                 ],
                 setsigmask=[],
             )
         except (OSError, ValueError) as error:
-            raise SpawnError(f"cannot start {argv[0]!r} with its log in {log_path}: {error}") from error
+            raise SpawnError(f"cannot start {argv[0]!r}: {error}") from error
         # None only if it is dead already; then nothing can be confused with it, since it is not reaped yet.
         start = procfs.start_time(pid) or 0
         worker = Worker(

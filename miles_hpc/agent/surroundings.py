@@ -11,8 +11,8 @@ from typing import Literal
 from miles_hpc.agent import cgroups, procfs
 from miles_hpc.agent.cgroups import WorkerGroups
 from miles_hpc.agent.gpus import NodeGpus
+from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.scratch import Scratch
-from miles_hpc.agent.worker_logs import LogKeeper
 from miles_hpc.wire import progress
 from miles_hpc.wire.messages import StartWorker
 
@@ -25,11 +25,12 @@ class Surroundings:
 
     env: dict[str, str]
     scratch: Path
-    log_path: Path
     group: Path | None
     progress: progress.ProgressReader
     kills_before: tuple[int | None, int | None]
     """How often the kernel had killed for lack of memory in this agent's own group, and on the machine."""
+    log_path: Path | None = None
+    """Set when its log was opened."""
 
 
 class NodeSurroundings:
@@ -37,18 +38,16 @@ class NodeSurroundings:
 
     def __init__(
         self,
-        log_dir: Path,
+        logs: LogFiles,
         scratch: Scratch,
         gpus: NodeGpus | None = None,
         groups: WorkerGroups | None = None,
-        logs: LogKeeper | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self.gpus = gpus or NodeGpus([])
         self.scratch = scratch
         self.groups = groups or WorkerGroups(scratch.name)
         self.logs = logs
-        self._log_dir = log_dir
         self._environ = environ
 
     def make(self, order: StartWorker) -> Surroundings:
@@ -66,13 +65,9 @@ class NodeSurroundings:
         env.update(self.scratch.variables(scratch))
         env.update(order.env)
         env[progress.VARIABLE] = str(counter)
-        log_path = self._log_dir / f"{order.worker}.g{order.generation}.log"
-        if self.logs is not None:
-            self.logs.watch(log_path)
         return Surroundings(
             env=env,
             scratch=scratch,
-            log_path=log_path,
             group=self.groups.make(order.worker),
             progress=reader,
             kills_before=(cgroups.own_oom_kills(), cgroups.machine_oom_kills()),
@@ -82,15 +77,14 @@ class NodeSurroundings:
         """The worker is gone."""
         if found.group is not None:
             self.groups.remove(found.group)
-        if self.logs is not None:
+        if found.log_path is not None:
             self.logs.release(found.log_path)
         found.progress.close()
         self.scratch.remove(found.scratch)
 
     def close(self) -> None:
         """Every worker is gone."""
-        if self.logs is not None:
-            self.logs.close()
+        self.logs.close()
         self.groups.close()
         self.scratch.close()
 

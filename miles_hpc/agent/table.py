@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from miles_hpc.agent.gpus import GpuError
@@ -203,22 +201,24 @@ class WorkerTable:
         """Start the process. Returns why it could not be started, or ""."""
         try:
             row.around = around = self._surroundings.make(order)
-            row.log_path = str(around.log_path)
             path = around.env.get("PATH")
             if not order.argv or shutil.which(order.argv[0], path=path) is None:
                 return f"program {order.argv[:1]} is not found or cannot be executed (PATH={path or ''})"
             if order.probe.kind != "none" and order.probe.port not in order.ports:
                 return f"its probe uses port {order.probe.port!r}, but its ports are {sorted(order.ports)}"
-            process = self._supervisor.spawn(
-                order.worker,
-                order.generation,
-                order.argv,
-                around.env,
-                around.log_path,
-                stop_grace=order.stop_grace,
-                ports_free=lambda: self._ports.busy(order.worker),
-                group=around.group,
-            )
+            logs = self._surroundings.logs
+            with logs.opened(f"{order.worker}.g{order.generation}.log") as (log, around.log_path):
+                row.log_path = str(logs.home_of(around.log_path))
+                process = self._supervisor.spawn(
+                    order.worker,
+                    order.generation,
+                    order.argv,
+                    around.env,
+                    log,
+                    stop_grace=order.stop_grace,
+                    ports_free=lambda: self._ports.busy(order.worker),
+                    group=around.group,
+                )
         except (GpuError, SpawnError, OSError) as failure:
             return str(failure)
         row.pid, row.probe = process.pid, order.probe
@@ -307,7 +307,10 @@ class WorkerTable:
     def on_exit(self, ended: Exit, *, by_slurm: bool) -> None:
         """Nothing of a worker is left."""
         row = self._rows[ended.name]
-        tail = read_tail(Path(row.log_path), LOG_TAIL_BYTES)
+        around = row.around
+        tail = ""
+        if around is not None and around.log_path is not None:
+            tail = self._surroundings.logs.tail(around.log_path, LOG_TAIL_BYTES)
         cause, text = ended.cause, ended.text
         if cause == "exited" and by_slurm:
             cause = "stopped_by_slurm"
@@ -316,7 +319,7 @@ class WorkerTable:
             text = f"another process took one of its ports {row.ports} first (EADDRINUSE); {text}".rstrip("; ")
         if ended.leftovers:
             text = f"{text}; {ended.leftovers} processes that it had started were killed".lstrip("; ")
-        oom = "no" if row.around is None else out_of_memory(row.around, ended.signal, killed_by_us=ended.killed_by_us)
+        oom = "no" if around is None else out_of_memory(around, ended.signal, killed_by_us=ended.killed_by_us)
         self._forget(row)
         report = WorkerExited(
             worker=row.worker,
@@ -361,14 +364,3 @@ class WorkerTable:
             "worker_not_started", "warning", worker=worker, generation=str(generation), cause=cause, text=text
         )
         self._send(WorkerExited(worker=worker, generation=generation, cause=cause, text=text))
-
-
-def read_tail(path: Path, limit: int) -> str:
-    """The last `limit` bytes of a log file as text; "" when it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - limit))
-            return file.read(limit).decode(errors="replace")
-    except OSError:
-        return ""

@@ -82,16 +82,40 @@ class LogKeeper:
         self._limit = limit
         self._every_s = every_s
         self._lock = threading.Lock()
+        self._cutting = threading.Lock()
         self._logs: dict[Path, _Log] = {}
         self._wake = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def watch(self, path: Path) -> None:
         """From now on this file is kept bounded."""
         with self._lock:
             self._logs.setdefault(path, _Log(path)).last = False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+            self._thread.start()
+
+    def left_out(self, path: Path) -> int:
+        """Bytes that were taken out of a file so far."""
+        with self._lock:
+            log = self._logs.get(path)
+        return 0 if log is None else log.left_out
+
+    def finish(self, path: Path) -> int:
+        """Its writer has ended: look at it here and now, for the last time. Returns the bytes taken out in all.
+
+        Raises:
+            OSError.
+        """
+        with self._cutting:
+            with self._lock:
+                log = self._logs.pop(path, None)
+            return self._cut(log or _Log(path))
+
+    def _cut(self, log: _Log) -> int:
+        log.left_out = cut(log.path, log.left_out, limit=self._limit, **self._parts())
+        return log.left_out
 
     def release(self, path: Path) -> None:
         """Its writer has ended: look at it once more, then no longer."""
@@ -105,7 +129,8 @@ class LogKeeper:
         """Look at everything once more, for at most `patience_s`."""
         self._closed = True
         self._wake.set()
-        self._thread.join(patience_s)
+        if self._thread is not None:
+            self._thread.join(patience_s)
 
     def _run(self) -> None:
         while True:
@@ -117,8 +142,9 @@ class LogKeeper:
             for log in logs:
                 last = log.last
                 # A file that is gone, or a file system that is full: there is nothing to cut, or nothing to be done.
-                with contextlib.suppress(OSError):
-                    log.left_out = cut(log.path, log.left_out, limit=self._limit, **self._parts())
+                with contextlib.suppress(OSError), self._cutting:
+                    if log.path in self._logs:
+                        self._cut(log)
                 if last:
                     with self._lock:
                         if log.last:

@@ -49,6 +49,18 @@ class ClusterConfig(_Section, frozen=True):
     ] = ""
 
 
+class LogsConfig(_Section, frozen=True):
+    """Logs of workers; those of agents and hubs always lie in the run directory."""
+
+    local_dir: Annotated[
+        str,
+        _d(
+            "Node-local directory that the logs of workers go to first; they are brought to the run directory every "
+            "few seconds, and whole when the worker ends. Empty: straight to the run directory."
+        ),
+    ] = ""
+
+
 class NetworkConfig(_Section, frozen=True):
     """Addresses and ports."""
 
@@ -438,6 +450,7 @@ class Config(_Section, frozen=True):
         ),
     ] = []
     cluster: ClusterConfig = ClusterConfig()
+    logs: LogsConfig = LogsConfig()
     network: NetworkConfig = NetworkConfig()
     gpu: GpuConfig = GpuConfig()
     runtimes: Annotated[

@@ -9,6 +9,7 @@ from miles_hpc.agent.hub_keeper import RESTARTS, HubKeeper
 from miles_hpc.agent.hub_process import EPOCH_TAKEN
 from miles_hpc.agent.lease import lease_path, renew_lease
 from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.options import Options
 from miles_hpc.agent.supervise import Exit
 from miles_hpc.config.timing import Timing
@@ -26,7 +27,7 @@ class Spawns:
     def __init__(self):
         self.workers, self.epochs = {}, []
 
-    def spawn(self, name, generation, argv, env, log_path):
+    def spawn(self, name, generation, argv, env, log):
         assert name not in self.workers
         self.workers[name] = argv
         self.epochs.append(int(argv[argv.index("--epoch") + 1]) if "--epoch" in argv else 0)
@@ -46,7 +47,8 @@ class Keeper:
             run_dir=run_dir, attempt=0, node_index=index, address="127.0.0.1", run_id="r", incarnation="i", hub=True
         )
         log = JsonLog(run_dir / "agent.jsonl", node_id(index))
-        self.keeper = HubKeeper(options, self.spawns, log, lambda message: None, lambda: self.now)
+        logs = LogFiles(run_dir / "local", options.log_dir)
+        self.keeper = HubKeeper(options, self.spawns, logs, log, lambda message: None, lambda: self.now)
 
     def obeys(self, epoch, node, *, heard, silent_for=lambda: 0.0):
         hub = Rendezvous(run_id="r", attempt=0, epoch=epoch, addresses=["127.0.0.1"], port=1, public_key="k", node=node)

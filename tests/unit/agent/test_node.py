@@ -11,10 +11,10 @@ import pytest
 from miles_hpc.agent import cgroups, gpus, inventory
 from miles_hpc.agent.inventory import Granted
 from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.log_files import read_tail
 from miles_hpc.agent.place import place_name
 from miles_hpc.agent.run import parser
 from miles_hpc.agent.scratch import Scratch, ScratchError, choose_base
-from miles_hpc.agent.table import read_tail
 from miles_hpc.wire.messages import Gpu
 
 pytestmark = pytest.mark.unit

@@ -13,6 +13,7 @@ import pytest
 from miles_hpc.agent.cgroups import WorkerGroups
 from miles_hpc.agent.gpus import NodeGpus
 from miles_hpc.agent.log import JsonLog
+from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.ports import PortLocks, Ports
 from miles_hpc.agent.probes import Finding, Probes
 from miles_hpc.agent.scratch import Scratch
@@ -60,10 +61,10 @@ class FakeSupervisor:
     stopped: list[tuple[Any, ...]] = field(default_factory=list)
     failure: str = ""
 
-    def spawn(self, name, generation, argv, env, log_path, *, stop_grace, ports_free, group):
+    def spawn(self, name, generation, argv, env, log, *, stop_grace, ports_free, group):
         if self.failure:
             raise SpawnError(self.failure)
-        self.spawned.append({"name": name, "generation": generation, "argv": argv, "env": env, "log": log_path})
+        self.spawned.append({"name": name, "generation": generation, "argv": argv, "env": env, "log": log})
         self.workers[name] = FakeProcess(stop_grace=stop_grace)
         return self.workers[name]
 
@@ -87,7 +88,11 @@ class Node:
             Probes(lambda: 0.0),
             Stalls(lambda: 0.0),
             NodeSurroundings(
-                tmp_path, self.scratch, NodeGpus(GPUS, inherited), WorkerGroups("unused", []), environ=os.environ
+                LogFiles(tmp_path / "local", tmp_path),
+                self.scratch,
+                NodeGpus(GPUS, inherited),
+                WorkerGroups("unused", []),
+                environ=os.environ,
             ),
             self.log,
             self.sent.append,
