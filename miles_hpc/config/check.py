@@ -340,6 +340,23 @@ def _collectives(config: Config) -> Found:
             )
 
 
+def _transfer(config: Config) -> Found:
+    if config.train.weight_transfer != "distributed" or config.mode not in ("sync", "async"):
+        return
+    if config.inference.engine == "fake":
+        yield (
+            ("train.weight_transfer", "inference.engine"),
+            'train.weight_transfer = "distributed" with inference.engine = "fake", which receives no tensors: '
+            'set train.weight_transfer = "disk"',
+        )
+    elif config.train.trainer == "hash":
+        yield (
+            ("train.weight_transfer", "train.trainer"),
+            'train.weight_transfer = "distributed" with train.trainer = "hash", which has no tensors to send: '
+            'set train.weight_transfer = "disk"',
+        )
+
+
 def _ports(config: Config) -> Found:
     router, session = config.inference.router_port, config.session
     for key, port in (("inference.router_port", router), ("session.port", session.port)):
@@ -446,6 +463,7 @@ _RULES: tuple[Callable[[Config], Found], ...] = (
     _sessions,
     _inference,
     _collectives,
+    _transfer,
     _ports,
     _nodes,
     _names,

@@ -7,30 +7,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from miles_hpc.config.inference import EngineGroupConfig, ExternalEngineConfig, InferenceConfig, ServedModelConfig
+from miles_hpc.config.section import NonNegativeInt, PositiveFloat, PositiveInt
+from miles_hpc.config.section import describe as _d
+from miles_hpc.config.section import path as _path
+from miles_hpc.config.section import program as _program
 from miles_hpc.config.timing import Timing
+
+__all__ = ["Config", "EngineGroupConfig", "ExternalEngineConfig", "InferenceConfig", "ServedModelConfig"]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the run file; unknown keys are refused."""
-
-
-def _d(text: str) -> Meta:
-    return Meta(description=text)
-
-
-def _path(text: str) -> Meta:
-    """A path of the file system: relative to the file that sets it, absolute in a resolved config."""
-    return Meta(description=text, extra={"path": True})
-
-
-def _program(text: str) -> Meta:
-    """A path like the others, or a bare name that is looked up in PATH."""
-    return Meta(description=text, extra={"path": True, "program": True})
-
-
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
 
 
 class ClusterConfig(_Section, frozen=True):
@@ -223,52 +211,6 @@ class RewardConfig(_Section, frozen=True):
     max_failure_rate: Annotated[float, Meta(ge=0, le=1), _d("Share of failed calls in a step that ends the run.")] = 0.2
 
 
-class EngineGroupConfig(_Section, frozen=True):
-    """A group of equal engines beside others: a pool of its own, `engine-<model>-<n>`. Unset values are those above."""
-
-    engines: Annotated[PositiveInt, _d("Engines of the group.")] = 1
-    gpus_per_engine: Annotated[NonNegativeInt | None, _d("GPUs of one engine on each of its nodes.")] = None
-    nodes_per_engine: Annotated[PositiveInt | None, _d("Nodes that one engine spans.")] = None
-    sglang: Annotated[dict[str, Any], _d("ServerArgs of this group; each wins over inference.sglang's.")] = {}
-    role: Annotated[
-        Literal["regular", "prefill", "decode", "placeholder"], _d("What the group does; only `regular` so far.")
-    ] = "regular"
-
-
-class InferenceConfig(_Section, frozen=True):
-    """Engines and routers."""
-
-    engine: Annotated[
-        Literal["embedded", "fake", "sglang"],
-        _d("`embedded`: the torch CPU engine; `sglang`: the real SGLang; `fake`: scripted tokens, for tests."),
-    ] = "embedded"
-    engines: Annotated[PositiveInt, _d("Engines of the policy.")] = 2
-    gpus_per_engine: Annotated[NonNegativeInt, _d("GPUs of one engine on each of its nodes; 0 on a CPU.")] = 0
-    nodes_per_engine: Annotated[PositiveInt, _d("Nodes that one engine of the real SGLang spans.")] = 1
-    groups: Annotated[
-        list[EngineGroupConfig], _d("Engine groups; empty: one group of `engines` engines as described here.")
-    ] = []
-    router_policy: Annotated[str, _d("Load-balancing policy of the router.")] = "round_robin"
-    router_port: Annotated[NonNegativeInt, _d("Fixed port of the router; 0: a free one is chosen.")] = 0
-    max_running_requests: Annotated[PositiveInt, _d("Requests in an embedded engine's running batch.")] = 64
-    threads: Annotated[PositiveInt, _d("CPU threads of one embedded engine.")] = 1
-    pause_mode: Annotated[
-        Literal["retract", "abort", "in_place"], _d("What happens to running requests while weights change.")
-    ] = "retract"
-    fake_token_ms: Annotated[float, Meta(ge=0), _d("Time that a fake engine takes for a token, in milliseconds.")] = 1.0
-    sglang: Annotated[dict[str, Any], _d("ServerArgs of the real SGLang, by field name.")] = {}
-    sglang_program: Annotated[
-        str, _path("Python file that is started in place of `-m sglang.launch_server`; empty: SGLang's own.")
-    ] = ""
-    keyed: Annotated[bool, _d("The real SGLang answers only to the run's key, which lies in the run's secrets.")] = True
-    start_deadline_s: Annotated[PositiveFloat, _d("Until a started engine must be healthy.")] = 1800.0
-    stall_s: Annotated[
-        PositiveFloat, _d("An engine whose scheduler gives no sign for this long, outside a window, is replaced.")
-    ] = 45.0
-    request_timeout_s: Annotated[PositiveFloat, _d("Deadline of one generate request, retries included.")] = 300.0
-    window_timeout_s: Annotated[PositiveFloat, _d("Longest weight update window; then it is aborted.")] = 600.0
-
-
 class SessionConfig(_Section, frozen=True):
     """Session servers: chat with exact token bookkeeping."""
 
@@ -438,8 +380,11 @@ class Config(_Section, frozen=True):
     seed: Annotated[int, _d("Seed of data order, sampling, and model initialisation.")] = 0
     steps: Annotated[PositiveInt, _d("Training steps of the whole run.")] = 10
     mode: Annotated[
-        Literal["sync", "async", "external", "eval"],
-        _d("`sync`: generate, then train; `async`: generation never stops; `external`: your trainer; `eval`: none."),
+        Literal["sync", "async", "external", "eval", "rollout"],
+        _d(
+            "`sync`: generate, then train; `async`: generation never stops; `external`: your trainer; `eval`: only "
+            "evaluate; `rollout`: generate every step with the start model, and train nothing."
+        ),
     ] = "sync"
     python_path: Annotated[
         list[str],
@@ -461,6 +406,9 @@ class Config(_Section, frozen=True):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     inference: InferenceConfig = InferenceConfig()
+    models: Annotated[
+        dict[str, ServedModelConfig], _d("Models beside the policy, by name: judges, reward models, opponents.")
+    ] = {}
     session: SessionConfig = SessionConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()

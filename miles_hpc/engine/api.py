@@ -85,10 +85,6 @@ def _outcome(outcome: UpdateOutcome) -> web.Response:
     return _json({"success": outcome.success, "message": outcome.message}, 200 if outcome.success else 400)
 
 
-async def _first(results: Awaitable[list[Result]]) -> Result:
-    return (await results)[0]
-
-
 @web.middleware
 async def _bad_requests(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -110,6 +106,7 @@ class EngineApi:
         self._host = host
         self._port = port
         self._live: set[str] = set()
+        self._openapi: dict[str, dict[str, Any]] = {}
 
     def application(self) -> web.Application:
         """An aiohttp application; it closes the backend when it is cleaned up."""
@@ -141,10 +138,12 @@ class EngineApi:
             (("POST",), "/weights_checker", self.weights_checker),
             (("GET",), "/ready", self.ready),
             (("GET",), "/metrics", self.metrics),
+            (("GET",), "/openapi.json", self.openapi),
         ]
         for methods, path, handler in routes:
             for method in methods:
                 app.router.add_route(method, path, handler)
+        self._openapi = {path: {method.lower(): {} for method in methods} for methods, path, _ in routes}
         app.on_cleanup.append(self._close)
         return app
 
@@ -182,6 +181,11 @@ class EngineApi:
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text, under SGLang's names."""
         return web.Response(text=rendering.metrics(self._backend), content_type="text/plain", charset="utf-8")
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """Which calls there are, as far as a client looks."""
+        info = {"title": self._backend.kind, "version": API_VERSION}
+        return _json({"openapi": "3.1.0", "info": info, "paths": self._openapi})
 
     async def models(self, request: web.Request) -> web.Response:
         """OpenAI's model list, with the one model."""
@@ -225,23 +229,20 @@ class EngineApi:
     ) -> web.StreamResponse:
         if len(requests) != 1:
             raise BadRequestError("stream is for one sequence: send each prompt and sample as a request of its own.")
-        running = asyncio.ensure_future(self._run(requests))
-        result = asyncio.ensure_future(_first(running))
+        result = asyncio.ensure_future(self._run_one(requests[0]))
         try:
             # What is refused at once is an error status, not a stream that begins with 200.
-            await asyncio.wait({result}, timeout=0)
+            await asyncio.sleep(0)
             if result.done():
                 result.result()
             return await tell(requests[0], result)
         finally:
-            running.cancel()
             result.cancel()
 
     async def _run(self, requests: list[Request]) -> list[Result]:
-        rids = {request.rid for request in requests}
-        if len(rids) < len(requests) or rids & self._live:
-            raise BadRequestError(f"Duplicate request ID: {', '.join(sorted(rids & self._live) or sorted(rids))}.")
-        self._live |= rids
+        if len(requests) == 1:
+            return [await self._run_one(requests[0])]
+        rids = self._claim(requests)
         # The client's leaving cancels this handler, and with it every submit, which aborts its request.
         tasks = [asyncio.ensure_future(self._backend.submit(request)) for request in requests]
         try:
@@ -250,6 +251,20 @@ class EngineApi:
             for task in tasks:
                 task.cancel()
             self._live -= rids
+
+    async def _run_one(self, request: Request) -> Result:
+        rids = self._claim([request])
+        try:
+            return await self._backend.submit(request)
+        finally:
+            self._live -= rids
+
+    def _claim(self, requests: list[Request]) -> set[str]:
+        rids = {request.rid for request in requests}
+        if len(rids) < len(requests) or rids & self._live:
+            raise BadRequestError(f"Duplicate request ID: {', '.join(sorted(rids & self._live) or sorted(rids))}.")
+        self._live |= rids
+        return rids
 
     async def pause(self, request: web.Request) -> web.Response:
         """Stop generating: running requests are aborted (default), retracted, or kept in place."""

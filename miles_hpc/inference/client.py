@@ -15,6 +15,8 @@ from miles_hpc.inference.windows import (
     RPC_PORT,
     ControllerError,
     ControllerStatus,
+    Disposed,
+    EngineRow,
     ServingTimeout,
     Window,
     WindowLost,
@@ -32,7 +34,7 @@ _CALL_S = 30.0
 _CHECK_S = 90.0
 _RENEW_S = 5.0
 _ANSWER_MARGIN_S = 10.0
-_ERRORS = {error.__name__: error for error in (WindowTimeout, WindowLost, ServingTimeout, ControllerError)}
+_ERRORS = {error.__name__: error for error in (WindowTimeout, WindowLost, ServingTimeout, Disposed, ControllerError)}
 
 
 class AddressBook(Protocol):
@@ -58,9 +60,11 @@ class ControllerClient:
 
     Args:
         hub: the program's HubClient.
+        model: the model that is meant; empty: the policy.
     """
 
-    def __init__(self, hub: AddressBook) -> None:
+    def __init__(self, hub: AddressBook, model: str = "") -> None:
+        self._model = model
         self._rpc = RpcClient(lambda: controller_address(hub), hub.env.run_dir, hub.env.attempt)
         self._owner = [cell_of(hub.env.worker), str(hub.env.generation)]
         self._renewals: dict[str, asyncio.Task[None]] = {}
@@ -69,6 +73,7 @@ class ControllerClient:
     def at(cls, address: Callable[[], HostAndPort | None], run_dir: Path, attempt: int) -> ControllerClient:
         """A client without an address book."""
         client = cls.__new__(cls)
+        client._model = ""
         client._rpc = RpcClient(address, run_dir, attempt)
         client._owner = []
         client._renewals = {}
@@ -165,6 +170,30 @@ class ControllerClient:
         """
         return dict(await self._call("check_weights", {}, _CHECK_S))
 
+    async def stop_cell(self, cell: str, reason: str = "") -> None:
+        """Stop an engine until `start_cell`; inside a weight window, at its end. Returns when the hub has taken it.
+
+        Raises:
+            ControllerError: when there is no such engine, it is an external one, or the hub refuses.
+        """
+        await self._call("stop_cell", {"cell": cell, "reason": reason}, _CALL_S)
+
+    async def start_cell(self, cell: str) -> None:
+        """Start a stopped engine. Raises as `stop_cell`."""
+        await self._call("start_cell", {"cell": cell}, _CALL_S)
+
+    async def statuses(self) -> dict[str, EngineRow]:
+        """Each engine by its cell."""
+        return {row.cell: row for row in (await self.status()).engines}
+
+    async def dispose(self) -> None:
+        """Take all engines out of the routers; every later call raises Disposed. May be repeated."""
+        await self._call("dispose", {}, _CALL_S)
+
+    async def prepare_eval(self, n: int, timeout_s: float) -> ControllerStatus:
+        """As `prepare_rollout`: there are no engines that only evaluate."""
+        return await self.wait_serving(n, timeout_s)
+
     async def prepare_rollout(self, n: int, timeout_s: float) -> ControllerStatus:
         """Wait until `n` engines serve the published weights. Raises ServingTimeout with every engine's state."""
         return await self.wait_serving(n, timeout_s)
@@ -179,6 +208,7 @@ class ControllerClient:
         return msgspec.convert(answer, ControllerStatus)
 
     async def _call(self, method: str, params: dict[str, Any], timeout_s: float) -> Any:
+        params = {**params, "model": self._model} if self._model else params
         try:
             return await self._rpc.call(method, params, timeout_s=timeout_s)
         except RpcRemoteError as error:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from miles_hpc.inference.actions import Action, AwaitHealth, Forget, LoadWeights, Replace, Resume, SyncRouters
 from miles_hpc.inference.engine_api import UNPUBLISHED
 from miles_hpc.inference.windows import ControllerStatus, EngineInfo, EngineRow, Window, WindowLost
 from miles_hpc.wire.ids import Generation
@@ -27,57 +28,6 @@ class EngineState(enum.Enum):
     DISPOSED = "disposed"  # given up; the hub was asked to replace it
 
 
-# ---------------------------------------------------------------------------------------------------- actions
-@dataclass(frozen=True)
-class Action:
-    """What the shell is to do. Its outcome comes back as an event with the same cell and generation."""
-
-
-@dataclass(frozen=True)
-class AwaitHealth(Action):
-    """Poll `/health` until 200, then `on_healthy`; past the start deadline `on_failed`."""
-
-    engine: EngineInfo
-
-
-@dataclass(frozen=True)
-class LoadWeights(Action):
-    """`update_weights_from_disk`, then `on_loaded` or `on_load_failed`."""
-
-    engine: EngineInfo
-    version: int
-    path: str
-
-
-@dataclass(frozen=True)
-class Resume(Action):
-    """Continue an engine that a dead window may have left paused, inside a session, with part of other weights; then
-    `on_resumed` or, when it does not do all of that, `on_failed`."""
-
-    engine: EngineInfo
-
-
-@dataclass(frozen=True)
-class SyncRouters(Action):
-    """`wanted_urls` changed: bring every router's list in line at once."""
-
-
-@dataclass(frozen=True)
-class Replace(Action):
-    """Ask the hub to replace this generation."""
-
-    engine: EngineInfo
-    reason: str
-
-
-@dataclass(frozen=True)
-class Forget(Action):
-    """Cancel what still runs for this generation."""
-
-    engine: EngineInfo
-
-
-# ------------------------------------------------------------------------------------------------------ state
 @dataclass(frozen=True)
 class Published:
     """The weights that every engine is to serve. Without a path they are in no directory: an engine that lacks them
@@ -125,8 +75,13 @@ class OpenWindow:
 
 @dataclass
 class Controller:
-    """All engines of one model, its routers and its weight window."""
+    """All engines of one model, its routers and its weight window.
 
+    Args:
+        updated: engines get traffic when they took published weights; otherwise they keep those they started with.
+    """
+
+    updated: bool = True
     engines: dict[str, Engine] = field(default_factory=dict)
     routers: dict[str, tuple[Generation, str]] = field(default_factory=dict)
     listed: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -351,6 +306,13 @@ class Controller:
             return self._advance(), ""
         return self._abort_open()
 
+    def dispose(self) -> tuple[list[Action], str]:
+        """Nothing gets traffic any more; also the id of the window that this aborted (empty: none)."""
+        actions, window_id = self._abort_open() if self.window is not None else ([], "")
+        for engine in self.engines.values():
+            engine.state, engine.activity, engine.reason = EngineState.DISPOSED, "", "the controller was disposed of"
+        return [*actions, SyncRouters()], window_id
+
     def _abort_open(self) -> tuple[list[Action], str]:
         assert self.window is not None
         window_id = self.window.window.window_id
@@ -374,6 +336,11 @@ class Controller:
     def kept_urls(self) -> set[str]:
         """What a router may list besides: engines from before this controller that it has not judged yet."""
         return {e.info.url for e in self.engines.values() if e.found and e.state is EngineState.INITIALIZING}
+
+    def is_fit(self, info: EngineInfo) -> bool:
+        """Whether this generation of an engine could take part in a window."""
+        engine = self._find(info)
+        return engine is not None and engine.fit_for_window
 
     def serving(self) -> int:
         """Engines that get traffic."""
@@ -431,12 +398,13 @@ class Controller:
 
     def _advance(self) -> list[Action]:
         """The next step of every idle engine, given what is published."""
-        if self.published is None:
+        published = self.published
+        if published is None and self.updated:
             return []
         before = self.wanted_urls()
         actions: list[Action] = []
         for engine in self.engines.values():
-            current = engine.version == self.published.version
+            current = published is None or engine.version == published.version
             in_traffic = engine.state is EngineState.SERVING or engine.activity == "registering"
             if in_traffic and not current and self.window is None:
                 engine.state, engine.activity = EngineState.PENDING_WEIGHTS, ""
@@ -444,8 +412,8 @@ class Controller:
                 continue
             if current:
                 engine.activity = "registering"
-            elif self.window is None and not self.window_wanted and self.published.path:
+            elif published is not None and published.path and self.window is None and not self.window_wanted:
                 engine.activity = "loading"
                 engine.epoch += 1
-                actions.append(LoadWeights(engine.info, self.published.version, self.published.path))
+                actions.append(LoadWeights(engine.info, published.version, published.path))
         return self._sync_if_changed(before) + actions

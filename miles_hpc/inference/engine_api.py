@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import aiohttp
@@ -34,8 +35,38 @@ class EngineRefused(EngineError):
         self.body = body
 
 
+class EngineTooOld(RuntimeError):
+    """The engine lacks calls that are needed: no restart helps."""
+
+    def __init__(self, url: str, missing: Sequence[str]) -> None:
+        super().__init__(f"the engine at {url} lacks {', '.join(missing)}: install SGLang 0.5.23 or newer")
+
+
 class CacheNotFlushed(EngineRefused):
     """The weights are new, but the old KV cache is still there and the label is the old one."""
+
+
+NEEDED_CALLS = (
+    "/abort_request",
+    "/begin_weight_update",
+    "/continue_generation",
+    "/destroy_weights_update_group",
+    "/end_weight_update",
+    "/flush_cache",
+    "/generate",
+    "/health",
+    "/init_weights_update_group",
+    "/model_info",
+    "/pause_generation",
+    "/ready",
+    "/server_info",
+    "/update_weight_version",
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/v1/loads",
+    "/weights_checker",
+)
+"""What this package calls of an engine."""
 
 
 def version_of(label: object) -> int:
@@ -69,6 +100,16 @@ class EngineApi:
     async def model_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """`/model_info`: at least `model_path` and `weight_version`."""
         return await self._json("GET", "/model_info", timeout_s=timeout_s)
+
+    async def missing_calls(self, *, timeout_s: float | None = None) -> list[str]:
+        """Which of `NEEDED_CALLS` the engine's OpenAPI page does not have; none for an engine without that page."""
+        try:
+            paths = (await self._json("GET", "/openapi.json", timeout_s=timeout_s)).get("paths")
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            return []
+        return [path for path in NEEDED_CALLS if path not in paths] if isinstance(paths, dict) else []
 
     async def weight_version(self, *, timeout_s: float | None = None) -> int:
         """The version that the engine says it serves, `UNPUBLISHED` for a label that is not ours."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import aiohttp
+
+from miles_hpc.config.schema import Config
+from miles_hpc.wire.security import load_http_key, read_engine_key
 
 CONNECT_TIMEOUT_S = 5.0
 _LOOK_S = 1.0
@@ -19,21 +24,66 @@ class Withdrawn(ConnectionError):
     """The peer of a call left the address book while the call was in flight."""
 
 
-def open_http(key: str = "") -> aiohttp.ClientSession:
+@dataclass(frozen=True)
+class HttpKeys:
+    """Who is sent which key: `run` to everyone, except those of `engines` (base url -> key, empty: none)."""
+
+    run: str = field(default="", repr=False)
+    engines: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def of(self, url: str) -> str:
+        """The key for a base url."""
+        return self.engines.get(url.rstrip("/"), self.run)
+
+
+def http_keys(config: Config, run_dir: Path, attempt: int) -> HttpKeys:
+    """All keys of a run's HTTP servers, those of external engines from their files.
+
+    Raises:
+        SecurityError: when a file is missing, unreadable, or others may read it.
+    """
+    tables = [config.inference.external, *(model.external for model in config.models.values())]
+    engines = {
+        engine.url.rstrip("/"): read_engine_key(Path(engine.key_file)) if engine.key_file else ""
+        for table in tables
+        for engine in table.values()
+    }
+    return HttpKeys(load_http_key(run_dir, attempt), engines)
+
+
+def open_http(key: str | HttpKeys = "") -> aiohttp.ClientSession:
     """A client without a connection bound, to be closed by its owner.
 
     Internal traffic ignores the `*_proxy` variables (`trust_env=False`): a site's proxy knows no compute node.
     Calls carry their own deadlines, so none is set for a whole request, only for connecting.
 
     Args:
-        key: the run's HTTP key (`security.load_http_key`), sent with every request.
+        key: the run's HTTP key (`security.load_http_key`), sent with every request; or all keys, each to its own.
     """
+    keys = HttpKeys(key) if isinstance(key, str) else key
+    tracing = aiohttp.TraceConfig()
+    tracing.on_request_start.append(_other_key(keys))
     return aiohttp.ClientSession(
-        headers={"Authorization": f"Bearer {key}"} if key else None,
+        headers={"Authorization": f"Bearer {keys.run}"} if keys.run else None,
+        trace_configs=[tracing] if keys.engines else None,
         trust_env=False,
         connector=aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
     )
+
+
+def _other_key(keys: HttpKeys) -> Callable[..., Awaitable[None]]:
+    """Replaces the run's key in requests to engines that have another one, or none."""
+
+    async def replace(session: object, context: object, request: aiohttp.TraceRequestStartParams) -> None:
+        base = f"{request.url.scheme}://{request.url.authority}"
+        if base in keys.engines:
+            request.headers.popall("Authorization", None)
+            if keys.engines[base]:
+                request.headers["Authorization"] = f"Bearer {keys.engines[base]}"
+
+    return replace
 
 
 def brief(body: str, limit: int = 300) -> str:

@@ -20,10 +20,14 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class PublishedFile:
-    """`<run_dir>/weights/published.json`, replaced as a whole; a record of another attempt says nothing."""
+    """`<run_dir>/weights/published.json`, replaced as a whole; a record of another attempt says nothing.
 
-    def __init__(self, run_dir: Path, attempt: int) -> None:
-        self._path = run_dir / "weights" / "published.json"
+    Args:
+        model: name of a model beside the policy, which has a file of its own.
+    """
+
+    def __init__(self, run_dir: Path, attempt: int, model: str = "") -> None:
+        self._path = run_dir / "weights" / (f"published-{model}.json" if model else "published.json")
         self._attempt = attempt
 
     def read(self) -> Published | None:

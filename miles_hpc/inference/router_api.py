@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,10 @@ class RouterError(RuntimeError):
 
 class RouterUnreachable(RouterError):
     """No answer from the router."""
+
+
+class RouterTooOld(RouterError):
+    """The router has no worker API that we know."""
 
 
 class RouterWorker(msgspec.Struct, frozen=True):
@@ -40,18 +45,31 @@ class RouterApi:
     """The list of the router at `url`; the caller's `http` is not closed here.
 
     Args:
-        worker_key: the key that engines ask for; the router sends it with what it passes on.
+        worker_key: the key that an engine asks for, by its url; the router sends it with what it passes on.
     """
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, *, timeout_s: float = 10.0, worker_key: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        http: aiohttp.ClientSession,
+        *,
+        timeout_s: float = 10.0,
+        worker_key: Callable[[str], str] = lambda url: "",
+    ) -> None:
         self.url = url
         self._http = http
         self._timeout_s = timeout_s
         self._worker_key = worker_key
 
     async def workers(self) -> list[RouterWorker]:
-        """What the router lists now."""
-        answer = await self._call("GET", "/workers", expect=(200,))
+        """What the router lists now.
+
+        Raises:
+            RouterTooOld: when it answers 404: until 0.3 there were other calls.
+        """
+        answer = await self._call("GET", "/workers", expect=(200, 404))
+        if "workers" not in answer:
+            raise RouterTooOld(f"GET {self.url}/workers: no such call: install sglang-router 0.3.2 or newer")
         try:
             return [RouterWorker(w["id"], base_url(w["url"]), bool(w["is_healthy"])) for w in answer["workers"]]
         except (KeyError, TypeError) as error:
@@ -61,8 +79,8 @@ class RouterApi:
 
     async def add(self, url: str) -> None:
         """Ask for `url` to be listed. Idempotent. 202 says queued: `workers` tells when it is active."""
-        key = {"api_key": self._worker_key} if self._worker_key else {}
-        await self._call("POST", "/workers", {"url": url, **key}, expect=(200, 201, 202))
+        key = self._worker_key(url)
+        await self._call("POST", "/workers", {"url": url, **({"api_key": key} if key else {})}, expect=(200, 201, 202))
 
     async def remove(self, url: str, *, timeout_s: float = 10.0) -> None:
         """Take `url` from the list and wait until it is gone; one that is not listed is fine.

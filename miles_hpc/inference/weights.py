@@ -19,7 +19,7 @@ from miles_hpc.inference.engine_api import (
     EngineUnreachable,
     PauseMode,
 )
-from miles_hpc.inference.http_session import open_http
+from miles_hpc.inference.http_session import HttpKeys, open_http
 from miles_hpc.inference.windows import EngineInfo
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ async def update_from_disk(
     pause_mode: PauseMode = "retract",
     *,
     http: aiohttp.ClientSession | None = None,
-    key: str = "",
+    key: str | HttpKeys = "",
     timeout_s: float = 600.0,
 ) -> UpdateResult:
     """Load the HF directory `path` as `version` into all engines at once.
@@ -90,7 +90,7 @@ async def load_from_disk(engine: EngineApi, path: str, version: int, *, timeout_
 
 
 @contextlib.asynccontextmanager
-async def borrowed(http: aiohttp.ClientSession | None, key: str = "") -> AsyncIterator[aiohttp.ClientSession]:
+async def borrowed(http: aiohttp.ClientSession | None, key: str | HttpKeys = "") -> AsyncIterator[aiohttp.ClientSession]:
     """The caller's client, or one with the run's HTTP key for this call."""
     if http is not None:
         yield http

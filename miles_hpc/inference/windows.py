@@ -26,6 +26,10 @@ class ServingTimeout(ControllerError):
     """Fewer engines than wanted serve at the deadline."""
 
 
+class Disposed(ControllerError):
+    """The controller was disposed of: the run ends."""
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One engine of a window: calls to it are only meant for this generation of its cell."""
 

@@ -17,6 +17,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -57,13 +58,20 @@ class Services:
 
     Args:
         pools: the address book as it is now.
-        http_key: the run's HTTP key.
+        run_dir: holds the run's keys; None: engines ask for none.
     """
 
-    def __init__(self, config: Config, pools: Callable[[], dict[str, list[CellAddrs]]], *, http_key: str = "") -> None:
+    def __init__(
+        self,
+        config: Config,
+        pools: Callable[[], dict[str, list[CellAddrs]]],
+        run_dir: Path | None = None,
+        attempt: int = 0,
+    ) -> None:
         self.config = config
         self._pools = pools
-        self._http_key = http_key
+        self._run_dir, self._attempt = run_dir, attempt
+        self._models: dict[str, GenerateClient] = {}
 
     @functools.cached_property
     def tokenizer(self) -> ChatTokenizer:
@@ -75,9 +83,9 @@ class Services:
     @functools.cached_property
     def http(self) -> aiohttp.ClientSession:
         """The worker's HTTP client."""
-        from miles_hpc.inference.http_session import open_http
+        from miles_hpc.inference.http_session import http_keys, open_http
 
-        return open_http(self._http_key)
+        return open_http("" if self._run_dir is None else http_keys(self.config, self._run_dir, self._attempt))
 
     @functools.cached_property
     def engine(self) -> GenerateClient:
@@ -90,8 +98,31 @@ class Services:
             self.http,
             self.tokenizer.vocab_size,
             published_only=True,
-            engines=lambda: engine_urls_in(self._pools()),
+            engines=lambda: engine_urls_in(self._pools(), self.config.model.name, self.config.inference.external),
         )
+
+    def model(self, name: str) -> GenerateClient:
+        """Generation by a model of `[models]`, in its own token ids.
+
+        Raises:
+            ValueError: when the run has no such model.
+        """
+        from miles_hpc.engine.chat_tokenizer import ChatTokenizer
+        from miles_hpc.inference.book import engine_urls_in, router_url_in
+        from miles_hpc.inference.generate import GenerateClient
+
+        known = self.config.models.get(name)
+        if known is None:
+            raise ValueError(f"no model {name!r}: [models] has {', '.join(self.config.models) or 'none'}")
+        if name not in self._models:
+            self._models[name] = GenerateClient(
+                lambda: router_url_in(self._pools(), name),
+                self.http,
+                ChatTokenizer(known.path, known.chat_template, require_template=False).vocab_size,
+                published_only=known.update_weights,
+                engines=lambda: engine_urls_in(self._pools(), name, known.external),
+            )
+        return self._models[name]
 
     @functools.cached_property
     def sessions(self) -> SessionClient:
@@ -106,14 +137,9 @@ class Services:
 
     async def abort(self, rids: Sequence[str]) -> None:
         """End requests at the engines; what does not answer is left alone, its request then ends by itself."""
-        prefix = f"engine-{self.config.model.name}-"
-        urls = [
-            cell.workers[0]["http"].addr
-            for pool, cells in self._pools().items()
-            if pool.startswith(prefix)
-            for cell in cells
-            if cell.ready and "http" in cell.workers[0]
-        ]
+        from miles_hpc.inference.book import engine_urls_in
+
+        urls = engine_urls_in(self._pools(), self.config.model.name, self.config.inference.external).values()
 
         async def one(url: str, rid: str) -> None:
             import aiohttp

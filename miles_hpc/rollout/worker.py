@@ -35,7 +35,6 @@ from miles_hpc.rollout.work_socket import WorkLink
 from miles_hpc.transport.columns import Buffer
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import CellAddrs
-from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class RolloutWorker:
         self._config = config
         self._env = env
         self._hub = hub
-        self._services = Services(config, lambda: hub.pools, http_key=load_http_key(env.run_dir, env.attempt))
+        self._services = Services(config, lambda: hub.pools, env.run_dir, env.attempt)
         self._generate: GenerateFunction = generate_function(config.rollout.generate)
         self._scorer = Scorer(config.reward.function, timeout_s=config.reward.timeout_s, url=config.reward.url)
         self._filters = [Filter(path) for path in config.rollout.filters]

@@ -13,12 +13,11 @@ from miles_hpc.config.schema import Config
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.inference.book import engine_urls_in, router_url_in
 from miles_hpc.inference.generate import GenerateClient
-from miles_hpc.inference.http_session import open_http
+from miles_hpc.inference.http_session import http_keys, open_http
 from miles_hpc.session.requests import ChatDefaults
 from miles_hpc.session.server import SessionServer
 from miles_hpc.wire.client import HubClient
 from miles_hpc.wire.program import setup_logging
-from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.serving import stop_event
 from miles_hpc.wire.worker_env import WorkerEnv
 
@@ -43,16 +42,16 @@ async def serve(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = stop_event()
     tokenizer = ChatTokenizer(Path(config.model.path), config.model.chat_template)
-    async with open_http(load_http_key(env.run_dir, env.attempt)) as http:
+    async with open_http(http_keys(config, env.run_dir, env.attempt)) as http:
         server = SessionServer(
             f"{env.worker}-g{env.generation}",
             tokenizer,
             GenerateClient(
-                lambda: router_url_in(hub.pools),
+                lambda: router_url_in(hub.pools, config.model.name),
                 http,
                 tokenizer.vocab_size,
                 published_only=True,
-                engines=lambda: engine_urls_in(hub.pools),
+                engines=lambda: engine_urls_in(hub.pools, config.model.name, config.inference.external),
             ),
             defaults_of(config, tokenizer),
             # Longer than any sample may take, so that only sessions whose user is gone expire.

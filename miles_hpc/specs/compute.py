@@ -9,7 +9,7 @@ from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.specs.controller import controller_spec
 from miles_hpc.specs.engine import engine_specs
 from miles_hpc.specs.rollout import executor_spec, rollout_worker_spec
-from miles_hpc.specs.router import router_spec
+from miles_hpc.specs.router import router_specs
 from miles_hpc.specs.session import session_spec
 from miles_hpc.specs.train import driver_spec, trainer_spec
 
@@ -22,7 +22,7 @@ def compute_specs(config: Config, run_dir: str | Path) -> list[CommandWorkerSpec
         ValueError: when two pools would get one name.
     """
     asking = [
-        router_spec(config),
+        *router_specs(config),
         session_spec(config),
         *engine_specs(config),
         controller_spec(config),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext, SchedulingSpec
+from miles_hpc.specs.models import ServedModel, served_models
 from miles_hpc.specs.own import timed_probe
 from miles_hpc.specs.runtime import foreign_env, python_of
 from miles_hpc.wire.messages import PortInfo
@@ -23,12 +24,17 @@ def asks_for_key(config: Config) -> bool:
 
 
 def router_pool(config: Config) -> str:
-    """Name of the router's pool."""
+    """Name of the policy's router pool."""
     return f"router-{config.model.name}"
 
 
-def router_spec(config: Config) -> CommandWorkerSpec:
-    fixed = config.inference.router_port
+def router_specs(config: Config) -> list[CommandWorkerSpec]:
+    """A router for each model."""
+    return [_router_spec(config, model) for model in served_models(config)]
+
+
+def _router_spec(config: Config, model: ServedModel) -> CommandWorkerSpec:
+    fixed = model.router_port
 
     def command(ctx: LaunchCommandContext) -> list[str]:
         http, prometheus = ctx.self_addrs["http"], ctx.self_addrs["prometheus"]
@@ -37,7 +43,7 @@ def router_spec(config: Config) -> CommandWorkerSpec:
             *([_KEYED] if asks_for_key(config) else ["-m", "sglang_router.launch_router"]),
             *("--host", router_host(http.host)),
             *("--port", str(http.port)),
-            *("--policy", config.inference.router_policy),
+            *("--policy", model.router_policy),
             *("--prometheus-host", prometheus.host),
             *("--prometheus-port", str(prometheus.port)),
             *("--log-level", "warn"),
@@ -66,7 +72,7 @@ def router_spec(config: Config) -> CommandWorkerSpec:
         return {**foreign_env(config, "router"), **key}
 
     return CommandWorkerSpec(
-        name=router_pool(config),
+        name=model.router_pool,
         category="router",
         runtime="router",
         launch_command=command,
@@ -78,7 +84,7 @@ def router_spec(config: Config) -> CommandWorkerSpec:
         ),
         probe=timed_probe(config, "http", "http", path="/liveness"),
         stop_grace=config.timing.stop_grace,
-        meta=lambda cell_index: {"model": config.model.name},
+        meta=lambda cell_index: {"model": model.name},
     )
 
 

@@ -17,11 +17,21 @@ TENSOR_PARALLEL = ("tensor_parallel_size", "tp_size", "tp")
 
 
 def sglang_command(
-    config: Config, ctx: LaunchCommandContext, *, arguments: Mapping[str, Any], gpus: int, nodes: int, first_engine: int
+    config: Config,
+    ctx: LaunchCommandContext,
+    *,
+    model: str,
+    path: str,
+    chat_template: str,
+    arguments: Mapping[str, Any],
+    gpus: int,
+    nodes: int,
+    first_engine: int,
 ) -> list[str]:
     """The argument list of one worker (one node) of an engine.
 
     Args:
+        model: name that it is served under.
         arguments: `[inference.sglang]` with the group's own values; each wins over what is decided here.
         gpus: GPUs of the engine on one node; 0 on a CPU.
         nodes: nodes that the engine spans, one worker each.
@@ -30,7 +40,7 @@ def sglang_command(
     inference = config.inference
     program = [inference.sglang_program] if inference.sglang_program else ["-m", "sglang.launch_server"]
     given: dict[str, Any] = {
-        "served_model_name": config.model.name,
+        "served_model_name": model,
         "random_seed": config.seed + first_engine + ctx.cell_index,
         # At `info` the start-up line prints every argument, the key from its file included.
         "log_level": "warning",
@@ -46,8 +56,8 @@ def sglang_command(
         # Requests that stay in the batch forbid a flush, and a new one would go on from keys and values of the old
         # weights: tokens of neither version (seen).
         given["disable_radix_cache"] = True
-    if config.model.chat_template:
-        given["chat_template"] = config.model.chat_template
+    if chat_template:
+        given["chat_template"] = chat_template
     if nodes > 1:
         master = ctx.cell_addrs[0]["dist"]
         given |= {"nnodes": nodes, "node_rank": ctx.worker_index, "dist_init_addr": master.netloc}
@@ -59,7 +69,7 @@ def sglang_command(
     return [
         python_of(config, "engine"),
         *program,
-        f"--model-path={config.model.path}",
+        f"--model-path={path}",
         *("--host", address.host, "--port", str(address.port)),
         # SGLang looks for the bare word `--config`.
         *(("--config", str(sglang_config_path(Path(ctx.run_dir), ctx.attempt))) if inference.keyed else ()),

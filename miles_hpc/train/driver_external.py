@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_hpc.config.schema import Config
 from miles_hpc.inference.client import ControllerClient
+from miles_hpc.inference.http_session import http_keys
 from miles_hpc.inference.weights import update_from_disk
 from miles_hpc.rollout.client import ExecutorClient, RolloutResult, executor_address
 from miles_hpc.rollout.commits import Commit, CommitLog
@@ -27,7 +28,6 @@ from miles_hpc.train.progress import MetricsFile, RunSummary
 from miles_hpc.train.publish import WeightPublisher
 from miles_hpc.train.trainer import sync_tree
 from miles_hpc.wire.rpc import RpcServer
-from miles_hpc.wire.security import load_http_key
 
 if TYPE_CHECKING:
     from miles_hpc.wire.client import HubClient
@@ -312,7 +312,7 @@ async def drive_external(env: WorkerEnv, config: Config, hub: HubClient) -> RunS
             functools.partial(
                 update_from_disk,
                 pause_mode=config.inference.pause_mode,
-                key=load_http_key(env.run_dir, env.attempt),
+                key=http_keys(config, env.run_dir, env.attempt),
             ),
             max(config.inference.window_timeout_s, config.inference.start_deadline_s),
         )

@@ -12,6 +12,7 @@ import time
 from miles_hpc.config.load import read_resolved
 from miles_hpc.config.schema import Config
 from miles_hpc.inference.client import ControllerClient
+from miles_hpc.inference.http_session import http_keys
 from miles_hpc.inference.weights import update_from_disk
 from miles_hpc.rollout.client import ExecutorClient
 from miles_hpc.rollout.commits import CommitLog
@@ -25,7 +26,6 @@ from miles_hpc.wire.client import HubClient, HubError, Pools
 from miles_hpc.wire.messages import Progress
 from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.rpc import RpcError
-from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ async def drive(env: WorkerEnv, config: Config, hub: HubClient) -> RunSummary:
             else functools.partial(
                 update_from_disk,
                 pause_mode=config.inference.pause_mode,
-                key=load_http_key(env.run_dir, env.attempt),
+                key=http_keys(config, env.run_dir, env.attempt),
             ),
             max(config.inference.window_timeout_s, config.inference.start_deadline_s),
         )

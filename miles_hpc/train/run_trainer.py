@@ -17,7 +17,6 @@ from miles_hpc.train.trainer import CheckpointRef, Trainer, make_trainer
 from miles_hpc.wire.client import HubClient
 from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.rpc import RpcThreadServer
-from miles_hpc.wire.security import load_http_key
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -75,6 +74,7 @@ class RankService:
 
     def send_weights(self, params: Any, frames: list[memoryview]) -> dict[str, Any] | None:
         """Rank 0 broadcasts its weights to `engines` as `version`; returns its UpdateResult, the others None."""
+        from miles_hpc.inference.http_session import http_keys
         from miles_hpc.train.sender import send_weights
 
         trainer = self._trainer
@@ -87,7 +87,7 @@ class RankService:
             params["version"],
             pause_mode=trainer.config.inference.pause_mode,
             host=env.listen["rpc"].host,
-            http_key=load_http_key(env.run_dir, env.attempt),
+            keys=http_keys(trainer.config, env.run_dir, env.attempt),
         )
         found: dict[str, Any] = msgspec.to_builtins(result)
         return found

@@ -11,7 +11,7 @@ import torch
 from miles_hpc.engine.embedded.collective import UpdateGroup
 from miles_hpc.inference.broadcast import TensorHeader, update_from_sender
 from miles_hpc.inference.engine_api import PauseMode
-from miles_hpc.inference.http_session import open_http
+from miles_hpc.inference.http_session import HttpKeys, open_http
 from miles_hpc.inference.weights import UpdateResult
 from miles_hpc.inference.windows import EngineInfo
 from miles_hpc.wire.address import HostAndPort
@@ -69,13 +69,13 @@ def send_weights(
     *,
     pause_mode: PauseMode,
     host: str,
-    http_key: str,
+    keys: HttpKeys,
     timeout_s: float = 120.0,
 ) -> UpdateResult:
     """Broadcast from this process, which is rank 0, and listen on `host` meanwhile. Raises WeightsNotTaken."""
 
     async def send() -> UpdateResult:
-        async with open_http(http_key) as http:
+        async with open_http(keys) as http:
             return await update_from_sender(
                 engines,
                 TensorSender(tensors),

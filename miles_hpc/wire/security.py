@@ -92,6 +92,24 @@ def load_http_key(run_dir: Path, attempt: int) -> str:
         raise SecurityError(f"no HTTP key of attempt {attempt} in {path}: {failure}") from failure
 
 
+def read_engine_key(path: Path) -> str:
+    """The key of an engine that somebody else runs, from a file of the user's.
+
+    Raises:
+        SecurityError: when it is missing, unreadable, empty, or others may read it.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as failure:
+        raise SecurityError(f"{path}: the key cannot be read: {failure}") from failure
+    if mode & 0o077:
+        raise SecurityError(f"{path} has mode {mode:04o}: others may read the key; chmod it to 0600")
+    if not key or not key.isascii() or not key.isprintable():
+        raise SecurityError(f"{path}: expected one line with a key")
+    return key
+
+
 def create_secrets(run_dir: Path, attempt: int) -> None:
     """Make the keys of an attempt: a pair per client role, one for RPC servers, one for HTTP. What exists is kept.
 

@@ -27,6 +27,8 @@ class FakeEngine:
         self.fail: dict[str, tuple[int, Any]] = {}
         self.answers: list[Any] = []
         self.healthy = True
+        self.openapi: list[str] | None = None
+        self.keys: set[str | None] = set()
         self.moves = True
         self.stamp = 0.0
         self.loads_wrong_label = False
@@ -50,6 +52,7 @@ class FakeEngine:
     async def _on(self, request: web.Request) -> web.Response:
         path = request.path
         self.calls.append(path)
+        self.keys.add(request.headers.get("Authorization"))
         body = await request.json() if request.can_read_body else {}
         self.bodies.append(body)
         if path in self.fail:
@@ -61,6 +64,8 @@ class FakeEngine:
             return web.json_response(failure, status=status)
         if path == "/health":
             return web.Response(status=200 if self.healthy else 503)
+        if path == "/openapi.json" and self.openapi is not None:
+            return web.json_response({"paths": dict.fromkeys(self.openapi, {})})
         if path == "/model_info":
             return web.json_response({"model_path": self.path, "weight_version": self.label})
         if path == "/ready":
@@ -117,7 +122,9 @@ class FakeRouter:
         self.answers: list[tuple[int, Any]] = []
         self.requests: list[tuple[dict[str, Any], dict[str, str]]] = []
         self.hang = False
+        self.too_old = False
         self.calls: list[str] = []
+        self.worker_keys: dict[str, str] = {}
         self.server: TestServer | None = None
         self._turn = 0
         self._ids: dict[str, str] = {}
@@ -145,11 +152,15 @@ class FakeRouter:
         return {worker["url"] for worker in self.workers.values()}
 
     async def _on_list(self, request: web.Request) -> web.Response:
+        if self.too_old:
+            return web.Response(status=404)
         return web.json_response({"workers": list(self.workers.values()), "total": len(self.workers)})
 
     async def _on_add(self, request: web.Request) -> web.Response:
-        url = (await request.json())["url"]
+        body = await request.json()
+        url = body["url"]
         self.calls.append(f"add {url}")
+        self.worker_keys[url] = body.get("api_key", "")
         worker_id = self._ids.setdefault(url, str(uuid.uuid4()))
 
         async def register() -> None:
