@@ -8,6 +8,8 @@ a reason to keep a request waiting.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -23,6 +25,8 @@ SUSPECT_S = 5.0
 """Silence after which a request is given up once any engine has left the address book."""
 _LOOK_S = 1.0
 _ASK_TIMEOUT_S = 5.0
+_QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
+_DATA, _DONE, _EVENT_END = b"data: ", b"data: [DONE]", b"\n\n"
 
 EngineBook = Mapping[tuple[str, Generation], str]
 """The living engines: (cell, generation) -> url."""
@@ -44,21 +48,39 @@ async def read_answer(response: aiohttp.ClientResponse, pulse: Waiting) -> tuple
     """
     if response.content_type != "text/event-stream":
         return response.status, await response.read()
-    buffer, last, content = bytearray(), b"", response.content
+    _acknowledge(response)
+    buffer, last, ended, content = b"", b"", False, response.content
     while piece := await content.readany():
         pulse.at = time.monotonic()
-        buffer += piece
-        end = buffer.rfind(b"\n\n")
-        if end < 0:
+        # An end of an event may lie across two pieces.
+        searched = max(0, len(buffer) - 1)
+        buffer = buffer + piece if buffer else piece
+        if buffer.find(_EVENT_END, searched) < 0:
             continue
-        for line in buffer[:end].split(b"\n"):
-            if line.startswith(b"data: [DONE]"):
-                # An error that comes up after the status was sent is an event of its own.
-                return (400 if last.startswith(b'{"error"') else response.status), last
-            if line.startswith(b"data: "):
-                last = bytes(line[6:])
-        del buffer[: end + 2]
+        *events, buffer = buffer.split(_EVENT_END)
+        for event in reversed(events):
+            if event.startswith(_DONE):
+                ended = True
+            elif event.startswith(_DATA):
+                last = event[len(_DATA) :]
+                break
+        if ended:
+            # A connection can be used again once it is read to the end of the body, which comes at once.
+            with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+                await content.readany()
+            # An error that comes up after the status was sent is an event of its own.
+            return (400 if last.startswith(b'{"error"') else response.status), last
     raise StreamCut(f"the stream ended after {len(last)} bytes without [DONE]")
+
+
+def _acknowledge(response: aiohttp.ClientResponse) -> None:
+    """Acknowledge the head now: the router (0.3.2) writes head and body apart, with Nagle's algorithm on, so the body
+    waits for this, and by itself the kernel takes 40 ms for it."""
+    connection = response.connection
+    wire = connection.transport.get_extra_info("socket") if connection and connection.transport else None
+    if wire is not None and _QUICKACK is not None:
+        with contextlib.suppress(OSError):
+            wire.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
 
 
 class Waiting:
