@@ -11,7 +11,7 @@ REASONS = {
     "lost": "its worker died or fell silent; the prompt was dispatched again",
     "duplicate": "another worker finished it first",
     "superseded": "a newer training incarnation went back behind it",
-    "regenerate": "its worker kept no copy of it when the executor was lost; the prompt was dispatched again",
+    "regenerate": "nobody kept a copy of it when the executor was lost; the prompt was dispatched again",
     "stale": "mode async: its oldest token was more than max_staleness versions behind",
     "unpublished_version": "a token came from weights that the trainer never published",
     "generation_failed": "a sample could not be generated",
@@ -20,6 +20,7 @@ REASONS = {
     "reward_timeout": "a reward did not return in reward.timeout_s",
     "prompt_too_long": "the prompt is longer than data.max_prompt_tokens",
     "invalid_sample": "a sample cannot be trained on",
+    "filter_failed": "a function of rollout.filters raised",
 }
 """Why a dispatch was dropped; besides these `filtered_<reason>` of `rollout.filters`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,20 @@ def no_truncated(samples: Sequence[Sample]) -> bool:
     return all(sample.status != "truncated" for sample in samples)
 
 
-BUILT_IN: dict[str, Callable[[Sequence[Sample]], Any]] = {"nonzero_std": nonzero_std, "no_truncated": no_truncated}
+def no_aborted(samples: Sequence[Sample]) -> bool:
+    """Refuses a group with an answer that its generate function gave up."""
+    return all(sample.status != "aborted" for sample in samples)
+
+
+BUILT_IN: dict[str, Callable[[Sequence[Sample]], Any]] = {
+    "nonzero_std": nonzero_std,
+    "no_truncated": no_truncated,
+    "no_aborted": no_aborted,
+}
+
+
+class FilterError(Exception):
+    """A filter raised; the text holds its traceback."""
 
 
 class Filter:
@@ -43,7 +57,14 @@ class Filter:
         self._function = BUILT_IN.get(path) or load_function(path, KEY)
 
     def refuses(self, samples: Sequence[Sample]) -> str:
-        """Why the group may not be trained on, as a word to count by; empty when it may."""
-        answer = self._function(samples)
-        keep, reason = answer if isinstance(answer, tuple) else (answer, self._path.rpartition(":")[2])
+        """Why the group may not be trained on, as a word to count by; empty when it may.
+
+        Raises:
+            FilterError: the function raised, or returned something else than `keep` or `(keep, reason)`.
+        """
+        try:
+            answer = self._function(samples)
+            keep, reason = answer if isinstance(answer, tuple) else (answer, self._path.rpartition(":")[2])
+        except Exception as error:
+            raise FilterError(f"{KEY}: {self._path!r}: {traceback.format_exc()}") from error
         return "" if keep else _NO_NAME.sub("_", str(reason).lower())[:60]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from miles_hpc.config.schema import Config
-from miles_hpc.rollout.filters import Filter
+from miles_hpc.rollout.filters import Filter, FilterError
 from miles_hpc.rollout.finished import InvalidSample, checked_arrays
 from miles_hpc.rollout.generate import (
     GenerateContext,
@@ -20,7 +20,7 @@ from miles_hpc.rollout.generate import (
     Services,
 )
 from miles_hpc.rollout.rewards import RewardError, RewardTimeout, Scorer
-from miles_hpc.rollout.sample import PartialSample, Sample, sample_seed
+from miles_hpc.rollout.sample import PartialSample, Sample, readable, sample_seed
 from miles_hpc.rollout.work_messages import RunGroup, Stage
 from miles_hpc.transport.batch import LengthMismatch, RolloutBatch
 from miles_hpc.transport.columns import SchemaError
@@ -210,6 +210,7 @@ class GroupRun:
         for one in finished:
             # All samples of one generation count as one in the group's statistics.
             one.index = sample.index
+            one.response = readable(one.response)
             if one.status == "aborted" and self.interrupted:
                 continue
             checked_arrays(one)
@@ -228,7 +229,11 @@ class GroupRun:
         if self.order.evaluation:
             return
         for one in self._filters:
-            if reason := one.refuses(samples):
+            try:
+                reason = one.refuses(samples)
+            except FilterError as error:
+                raise GroupError("filter_failed", f"group {self.order.spec.id}: {error}") from error
+            if reason:
                 raise GroupError(f"filtered_{reason}", f"group {self.order.spec.id} was filtered out: {reason}")
 
 

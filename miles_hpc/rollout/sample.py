@@ -124,6 +124,11 @@ def parse_group_id(name: str) -> tuple[int, int]:
     return int(epoch.removeprefix("e")), int(index)
 
 
+def readable(text: str) -> str:
+    """The text; half characters, which no encoding can write, become U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample_index: int) -> int:
     """Sampling seed in 0 … 2^31 - 1: a pure function, so that a healed run draws the same tokens."""
     text = f"{run_seed}/{epoch}/{prompt_index}/{sample_index}"
