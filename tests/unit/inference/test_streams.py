@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from miles_hpc.inference import streams
 from miles_hpc.inference.generate import GenerateClient, GenerateRejected, RequestLost, SamplingParams
 from miles_hpc.inference.http_session import open_http
 from miles_hpc.wire.ids import Generation
@@ -15,6 +16,11 @@ pytestmark = pytest.mark.unit
 
 SAMPLING = SamplingParams(max_new_tokens=3)
 ENGINE = ("engine-policy-0-00000", Generation(1, 1))
+
+
+@pytest.fixture(autouse=True)
+def looked_at_often(monkeypatch):
+    monkeypatch.setattr(streams, "_LOOK_S", 0.1)
 
 
 class Peer:
@@ -109,7 +115,7 @@ def test_when_an_engine_leaves_only_requests_that_stay_silent_are_drawn_again(ma
     async def scenario(peer, http):
         book = {ENGINE: peer.url, ("engine-policy-0-00001", Generation(1, 1)): "http://127.0.0.1:9"}
         client = GenerateClient(lambda: peer.url, http, 100, engines=lambda: book)
-        client._watch._suspect_s = 1.5
+        client._watch._suspect_s = 0.8
         silent = asyncio.ensure_future(client.generate([1, 2, 3], SAMPLING, deadline_s=20))
         await asyncio.sleep(0.3)
         talking = asyncio.ensure_future(client.generate([4, 5, 6], SAMPLING, deadline_s=20))
@@ -117,7 +123,7 @@ def test_when_an_engine_leaves_only_requests_that_stay_silent_are_drawn_again(ma
         del book[("engine-policy-0-00001", Generation(1, 1))]
         return (await silent).token_ids, (await talking).token_ids, peer.requests
 
-    slow = [0.5, "part", 0.5, "part", 0.5, "part", 0.5, "part", 0.5, "part", 0.5, "part", "whole", "done"]
+    slow = [0.3, "part", 0.3, "part", 0.3, "part", 0.3, "part", 0.3, "part", "whole", "done"]
     scripts = [["part", 60], slow, ["whole", "done"]]
     assert run(make_answer, scripts, scenario) == ([3, 2, 1], [6, 5, 4], 3)
 
@@ -130,13 +136,13 @@ def test_silence_with_a_reason_is_waited_out(make_answer, ready, waiting):
         await client.generate([1, 2, 3], SAMPLING, deadline_s=20)
         return peer.requests
 
-    assert run(make_answer, [["part", 4, "whole", "done"]], scenario) == 1
+    assert run(make_answer, [["part", 1.5, "whole", "done"]], scenario) == 1
 
 
 def test_silence_without_a_reason_is_a_loss(make_answer):
     async def scenario(peer, http):
         client = GenerateClient(lambda: peer.url, http, 100, engines=lambda: {ENGINE: peer.url}, idle_s=0.5)
         with pytest.raises(RequestLost, match="every engine answers"):
-            await client.generate([1, 2, 3], SAMPLING, deadline_s=3)
+            await client.generate([1, 2, 3], SAMPLING, deadline_s=1.5)
 
     run(make_answer, [["part", 60]], scenario)
