@@ -210,7 +210,7 @@ def _asked(config: Config) -> Iterator[tuple[str, str, str, str]]:
             yield "engine", name, "inference.engine", f" ({engine}), or set runtimes.engine.python"
     if config.inference.engine == "sglang":
         yield "engine", "sglang", "inference.engine", f" ({engine}), or set runtimes.engine.python"
-    if config.train.trainer == "torch":
+    if config.train.trainer == "torch" and config.mode in ("sync", "async"):
         for name in ("torch", "transformers"):
             yield "trainer", name, "train.trainer", ", or set runtimes.trainer.python"
     if config.reward.function == "math_verify":

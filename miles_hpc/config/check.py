@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
+from miles_hpc.config.check_inference import MODEL_NAME
+from miles_hpc.config.check_inference import RULES as INFERENCE_RULES
 from miles_hpc.config.errors import ConflictError
 from miles_hpc.config.schema import Config
 
@@ -27,10 +29,8 @@ REWARDS_WITH_LABEL = ("exact_match", "math_verify")
 BUILT_IN_FILTERS = ("nonzero_std", "no_truncated")
 BUILT_IN_GENERATES = ("", "single_turn", "multi_turn", "two_turn_session")
 BUILT_IN_TRAINERS = ("torch", "hash")
-ROUTER_POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "manual")
 SLICE = re.compile(r"^(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?$", re.DOTALL)
 _DOTTED = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
-_MODEL_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
 Found = Iterator[tuple[tuple[str, ...], str]]
 
@@ -73,7 +73,7 @@ def _model(config: Config) -> Found:
             "model.path and model.make are both unset: name a HF model directory in model.path, "
             "or let `[model.make]` build a tiny one",
         )
-    if not _MODEL_NAME.match(model.name):
+    if not MODEL_NAME.match(model.name):
         yield (
             ("model.name",),
             f"model.name = {model.name!r} cannot be part of a pool's name: use letters, digits, '.', '_' and '-'",
@@ -219,144 +219,6 @@ def _sessions(config: Config) -> Found:
         )
 
 
-def _inference(config: Config) -> Found:
-    inference = config.inference
-    if inference.engine != "sglang":
-        for key, value in (
-            ("inference.sglang", inference.sglang),
-            ("inference.sglang_program", inference.sglang_program),
-            ("inference.gpus_per_engine", inference.gpus_per_engine),
-        ):
-            if value:
-                yield (
-                    (key, "inference.engine"),
-                    f'{key} is set with inference.engine = "{inference.engine}", which runs on the CPU: '
-                    f'set inference.engine = "sglang", or leave {key} out',
-                )
-    for group in inference.groups:
-        if group.role != "regular":
-            yield (
-                ("inference.groups",),
-                f'inference.groups has role = "{group.role}": not yet; prefill, decode and placeholder groups are '
-                'planned, only "regular" ones work',
-            )
-    for where, arguments in (
-        ("inference.sglang", inference.sglang),
-        *((f"inference.groups[{index}].sglang", group.sglang) for index, group in enumerate(inference.groups)),
-    ):
-        yield from _server_arguments(config, where, arguments)
-    yield from _parallelism(config)
-    if inference.router_policy not in ROUTER_POLICIES:
-        yield (
-            ("inference.router_policy",),
-            f"inference.router_policy = {inference.router_policy!r} is not one of {', '.join(ROUTER_POLICIES)}",
-        )
-    elif inference.router_policy == "manual" and config.rollout.session_every != 1:
-        yield (
-            ("inference.router_policy", "rollout.session_every"),
-            'inference.router_policy = "manual" places requests by a routing key, which only sessions have: '
-            "set rollout.session_every to 1, or choose another policy",
-        )
-
-
-_DECIDED_BY_THE_RUN = {
-    "model_path": "model.path",
-    "model": "model.path",
-    "host": "network.subnet",
-    "port": "network.port_range",
-    "random_seed": "seed",
-    "nnodes": "inference.nodes_per_engine",
-    "node_rank": "inference.nodes_per_engine",
-    "dist_init_addr": "inference.nodes_per_engine",
-    "api_key": "inference.keyed",
-    "admin_api_key": "inference.keyed",
-    "config": "inference.keyed",
-}
-
-
-def _server_arguments(config: Config, where: str, arguments: dict[str, object]) -> Found:
-    for spelled, value in arguments.items():
-        name = spelled.replace("-", "_")
-        if name in _DECIDED_BY_THE_RUN:
-            other = _DECIDED_BY_THE_RUN[name]
-            yield ((f"{where}.{spelled}", other), f"{where}.{spelled} is decided by the run ({other}): leave it out")
-        if name == "log_level" and config.inference.keyed and str(value).lower() in ("info", "debug"):
-            yield (
-                (f"{where}.{spelled}", "inference.keyed"),
-                f'{where}.{spelled} = "{value}" makes SGLang print its key in the log: '
-                'use "warning", or set inference.keyed = false',
-            )
-        if name.startswith("disaggregation") and value not in ("null", None, False):
-            yield ((f"{where}.{spelled}",), f"{where}.{spelled}: prefill and decode engines are planned, not yet there")
-
-
-def _parallelism(config: Config) -> Found:
-    inference = config.inference
-    groups = [(group.gpus_per_engine, group.nodes_per_engine, group.sglang) for group in inference.groups]
-    for gpus, nodes, own in groups or [(None, None, {})]:
-        gpus = inference.gpus_per_engine if gpus is None else gpus
-        nodes = nodes or inference.nodes_per_engine
-        arguments = {key.replace("-", "_"): value for key, value in {**inference.sglang, **own}.items()}
-        names = [name for name in ("tensor_parallel_size", "tp_size", "tp") if name in arguments]
-        if inference.engine != "sglang":
-            if nodes > 1:
-                yield (
-                    ("inference.nodes_per_engine", "inference.engine"),
-                    f'inference.nodes_per_engine = {nodes} needs inference.engine = "sglang"',
-                )
-            continue
-        ranks, slots = int(arguments[names[0]]) if names else 0, gpus * nodes
-        if names and (ranks < 1 or (slots and slots % ranks)):
-            yield (
-                (f"inference.sglang.{names[0]}", "inference.gpus_per_engine"),
-                f"inference.sglang.{names[0]} = {ranks} does not divide the {slots} GPUs of an engine "
-                f"(inference.gpus_per_engine = {gpus} x inference.nodes_per_engine = {nodes}): "
-                f"set it to a divisor, or leave it out for {slots}",
-            )
-        if nodes > 1 and ranks and ranks % nodes:
-            yield (
-                (f"inference.sglang.{names[0]}", "inference.nodes_per_engine"),
-                f"inference.sglang.{names[0]} = {ranks} does not divide into inference.nodes_per_engine = {nodes} "
-                f"nodes: set it to a multiple of {nodes}",
-            )
-
-
-def _collectives(config: Config) -> Found:
-    """Trainer and engines of one update group must agree on what their collectives do."""
-    if config.inference.engine != "sglang":
-        return
-    prefixes = ("NCCL_", "NVSHMEM_", "GLOO_", "TORCH_NCCL_")
-    sides = {}
-    for kind in ("trainer", "engine"):
-        runtime = config.runtimes.get(kind) or config.runtimes.get("default")
-        sides[kind] = dict(runtime.env) if runtime is not None else {}
-    for name in sorted({*sides["trainer"], *sides["engine"]}):
-        if name.startswith(prefixes) and sides["trainer"].get(name) != sides["engine"].get(name):
-            yield (
-                (f"runtimes.trainer.env.{name}", f"runtimes.engine.env.{name}"),
-                f"{name} is {sides['trainer'].get(name)!r} for the trainer and {sides['engine'].get(name)!r} for the "
-                f"engines, which share collectives: give runtimes.trainer.env.{name} and "
-                f"runtimes.engine.env.{name} one value",
-            )
-
-
-def _transfer(config: Config) -> Found:
-    if config.train.weight_transfer != "distributed" or config.mode not in ("sync", "async"):
-        return
-    if config.inference.engine == "fake":
-        yield (
-            ("train.weight_transfer", "inference.engine"),
-            'train.weight_transfer = "distributed" with inference.engine = "fake", which receives no tensors: '
-            'set train.weight_transfer = "disk"',
-        )
-    elif config.train.trainer == "hash":
-        yield (
-            ("train.weight_transfer", "train.trainer"),
-            'train.weight_transfer = "distributed" with train.trainer = "hash", which has no tensors to send: '
-            'set train.weight_transfer = "disk"',
-        )
-
-
 def _ports(config: Config) -> Found:
     router, session = config.inference.router_port, config.session
     for key, port in (("inference.router_port", router), ("session.port", session.port)):
@@ -461,9 +323,7 @@ _RULES: tuple[Callable[[Config], Found], ...] = (
     _batches,
     _learning,
     _sessions,
-    _inference,
-    _collectives,
-    _transfer,
+    *INFERENCE_RULES,
     _ports,
     _nodes,
     _names,

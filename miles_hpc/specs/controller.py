@@ -6,7 +6,6 @@ from typing import Final
 
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import CommandWorkerSpec, SchedulingSpec
-from miles_hpc.specs.models import served_models
 from miles_hpc.specs.own import own_spec, timed_probe
 from miles_hpc.wire.messages import PortInfo
 
@@ -18,9 +17,7 @@ def controller_spec(config: Config) -> CommandWorkerSpec:
         config,
         CONTROLLER_POOL,
         "miles_hpc.inference.run_controller",
-        scheduling=SchedulingSpec(
-            num_cells=1 if served_models(config) else 0, num_cpus_per_worker=0.5, avoid_hub_node=True
-        ),
+        scheduling=SchedulingSpec(num_cpus_per_worker=0.5, avoid_hub_node=True),
         port_infos=(PortInfo(name="rpc"),),
         probe=timed_probe(config, "tcp", "rpc", counts=True),
         state="stateful",

@@ -68,9 +68,7 @@ class ServedModel:
 
 
 def served_models(config: Config) -> list[ServedModel]:
-    """All models of a run, the policy first; none when no tokens are generated."""
-    if config.rollout.load_debug:
-        return []
+    """All models of a run, the policy first."""
     inference, policy = config.inference, config.model
     first_gpu = 0
     found = []

@@ -6,7 +6,6 @@ from typing import Final
 
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import CommandWorkerSpec, SchedulingSpec
-from miles_hpc.specs.models import served_models
 from miles_hpc.specs.own import own_spec, timed_probe
 from miles_hpc.wire.messages import PortInfo
 
@@ -19,9 +18,7 @@ def rollout_worker_spec(config: Config) -> CommandWorkerSpec:
         config,
         ROLLOUT_WORKER_POOL,
         "miles_hpc.rollout.run_worker",
-        scheduling=SchedulingSpec(
-            num_cells=config.rollout.workers if served_models(config) else 0, num_cpus_per_worker=0.5
-        ),
+        scheduling=SchedulingSpec(num_cells=config.rollout.workers, num_cpus_per_worker=0.5),
     )
 
 

@@ -6,7 +6,6 @@ from typing import Final
 
 from miles_hpc.config.schema import Config
 from miles_hpc.specs.base import CommandWorkerSpec, SchedulingSpec
-from miles_hpc.specs.models import served_models
 from miles_hpc.specs.own import own_spec, timed_probe
 from miles_hpc.wire.messages import PortInfo
 
@@ -19,9 +18,7 @@ def session_spec(config: Config) -> CommandWorkerSpec:
         config,
         SESSION_POOL,
         "miles_hpc.session.serve",
-        scheduling=SchedulingSpec(
-            num_cells=config.session.servers if served_models(config) else 0, num_cpus_per_worker=0.5
-        ),
+        scheduling=SchedulingSpec(num_cells=config.session.servers, num_cpus_per_worker=0.5),
         port_infos=(PortInfo(name="http", static_port=fixed, allow_dynamic=not fixed, offset_by_cell=bool(fixed)),),
         probe=timed_probe(config, "http", "http", counts=True),
         meta=lambda cell_index: {"instance": cell_index},

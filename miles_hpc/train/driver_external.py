@@ -1,5 +1,6 @@
 """The driver of `mode = "external"`: your own trainer pulls batches and publishes weights, through `miles_hpc.connect`;
-and of `mode = "eval"`, which evaluates the start model and ends.
+of `mode = "eval"`, which evaluates the start model and ends; and of `mode = "rollout"`, which generates every step with
+that model.
 
 This driver generates a rollout, waits until every rank of the trainer has acknowledged it, and writes the commit. It
 serves the trainer's calls, and says in `<run_dir>/external.json` where.
@@ -102,7 +103,8 @@ class ExternalDriver:
         if self._config.mode == "eval":
             await self._evaluate()
             return self.summary
-        await self._announce(start)
+        if self._config.mode == "external":
+            await self._announce(start)
         for step in range(start.step + 1, self._config.steps + 1):
             begun = time.monotonic()
             result = await self._unless_drained(self._executor.generate(step, self._version))
@@ -110,7 +112,7 @@ class ExternalDriver:
                 break
             generated = time.monotonic()
             await self._set(ready=step)
-            if not await self._unless_drained(self._all_ranks(step)):
+            if self._config.mode == "external" and not await self._unless_drained(self._all_ranks(step)):
                 break
             await self._commit(step, result, generated - begun, time.monotonic() - generated)
         else:
@@ -321,7 +323,7 @@ async def drive_external(env: WorkerEnv, config: Config, hub: HubClient) -> RunS
         )
         driver = ExternalDriver(config, env.run_dir, env.attempt, hub, executor, publisher, commits)
         made.append(driver)
-        if config.mode == "eval":
+        if config.mode != "external":
             try:
                 return await driver.run()
             except Exception as error:

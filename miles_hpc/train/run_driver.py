@@ -90,7 +90,7 @@ def _ready(pool: str, pools: Pools) -> bool:
 async def drive(env: WorkerEnv, config: Config, hub: HubClient) -> RunSummary:
     """The whole run. What it raises carries the summary so far to `DriverFailed`."""
     await wait_for_parts(hub, config)
-    if config.mode in ("external", "eval"):
+    if config.mode not in ("sync", "async"):
         from miles_hpc.train.driver_external import drive_external
 
         return await drive_external(env, config, hub)
