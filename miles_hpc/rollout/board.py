@@ -7,8 +7,9 @@ before all others.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -141,41 +142,52 @@ class Board:
             self.accounts.drop(reason if how == "dropped" else "superseded")
 
     # ------------------------------------------------------------------------------------------ results
-    def on_done(self, peer: Peer, name: str, now: float) -> tuple[bool, list[Action]]:
-        """A complete group came. Returns whether it is the first one, and must be used.
+    def on_done(self, peer: Peer, names: Sequence[str], now: float) -> tuple[list[str], list[Action]]:
+        """Complete groups came. Returns those that are the first ones, and must be used.
 
         The first complete one wins, also from a worker whose lease had ended: then that lease was not lost after all.
         """
         seat = self.seats.get(peer)
-        group = self._groups.get(name)
         if seat is None:
-            return False, []
+            return [], []
         seat.heard = now
-        if group is None and self._adopting_until is not None:
-            self._claims[name] = peer  # asked for again once somebody wants it
-            return False, []
-        if group is None or group.state == "received":
-            # A repeat by the worker that keeps it is its lost acknowledgement, not a second result.
-            known = group is not None and group.holder == peer
-            reason: FreeReason = "superseded" if group is None else "duplicate"
-            return False, [] if known else [Free(peer, (name,), reason)]
-        actions: list[Action] = []
-        if group.holder != peer:
-            if seat.worker in group.lost_by:
-                group.lost_by.discard(seat.worker)
-                self._count_drop(group, "lost", -1)
+        first: list[str] = []
+        freed: dict[tuple[Peer, FreeReason], list[str]] = {}
+        for name in names:
+            group = self._groups.get(name)
+            if group is not None and group.state == "leased" and group.holder == peer:
+                seat.leases.discard(name)
+            elif group is None and self._adopting_until is not None:
+                self._claims[name] = peer  # asked for again once somebody wants it
+                continue
+            elif group is None or group.state == "received":
+                # A repeat by the worker that keeps it is its lost acknowledgement, not a second result.
+                if group is None or group.holder != peer:
+                    freed.setdefault((peer, "superseded" if group is None else "duplicate"), []).append(name)
+                continue
             else:
-                self._count_dispatch(group)
-            if group.state == "pending":
-                self._pending.remove(name)
-            elif group.holder is not None:
-                self.seats[group.holder].leases.discard(name)
-                self._count_drop(group, "duplicate")
-                actions.append(Free(group.holder, (name,), "duplicate"))
-        group.state, group.holder = "received", peer
-        seat.leases.discard(name)
-        seat.keeps.add(name)
-        return True, [*actions, *self._pump()]
+                self._on_unleased(seat, name, group, freed)
+            group.state, group.holder = "received", peer
+            seat.keeps.add(name)
+            first.append(name)
+        actions = [Free(owner, tuple(groups), reason) for (owner, reason), groups in freed.items()]
+        return first, [*actions, *self._pump()]
+
+    def _on_unleased(
+        self, seat: Seat, name: str, group: _Group, freed: dict[tuple[Peer, FreeReason], list[str]]
+    ) -> None:
+        """A complete group of a worker that has no lease of it, while nobody else has finished it."""
+        if seat.worker in group.lost_by:
+            group.lost_by.discard(seat.worker)
+            self._count_drop(group, "lost", -1)
+        else:
+            self._count_dispatch(group)
+        if group.state == "pending":
+            self._pending.remove(name)
+        elif group.holder is not None:
+            self.seats[group.holder].leases.discard(name)
+            self._count_drop(group, "duplicate")
+            freed.setdefault((group.holder, "duplicate"), []).append(name)
 
     def on_failed(self, peer: Peer, name: str, reason: str, now: float) -> tuple[bool, list[Action]]:
         """A worker gave a group up. Returns whether that ends the group (its prompt is then replaced by another)."""
@@ -290,18 +302,28 @@ class Board:
 
     # ------------------------------------------------------------------------------------------ counting
     def _pump(self) -> list[Action]:
+        """Pending groups go to the worker with the most free credits, one after the other."""
+        if not self._pending or self._adopting_until is not None:
+            return []
         actions: list[Action] = []
-        while self._pending and self._adopting_until is None:
-            free = [seat for seat in self.seats.values() if not seat.silent and len(seat.leases) < seat.credits]
-            if not free:
-                break
-            seat = max(free, key=lambda seat: seat.credits - len(seat.leases))
+        free = [
+            (len(seat.leases) - seat.credits, place, seat)
+            for place, seat in enumerate(self.seats.values())
+            if not seat.silent and len(seat.leases) < seat.credits
+        ]
+        heapq.heapify(free)
+        while self._pending and free:
+            room, place, seat = free[0]
             name = self._pending.popleft()
             group = self._groups[name]
             group.state, group.holder = "leased", seat.peer
             seat.leases.add(name)
             self._count_dispatch(group)
             actions.append(Run(seat.peer, name))
+            if room + 1 < 0:
+                heapq.heapreplace(free, (room + 1, place, seat))
+            else:
+                heapq.heappop(free)
         return actions
 
     def _count_dispatch(self, group: _Group) -> None:

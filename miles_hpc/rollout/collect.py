@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 
 from miles_hpc.rollout.accounts import is_filtered
+from miles_hpc.rollout.groups import Group
 from miles_hpc.rollout.sample import PartialSample
-from miles_hpc.transport.batch import RolloutBatch
 
 REWARD_REASONS = frozenset({"reward_failed", "reward_timeout"})
 
@@ -39,7 +39,7 @@ class Collector:
         self.what = what
         self.open: set[str] = set()
         """Groups that are neither finished nor dropped."""
-        self.results: dict[str, RolloutBatch] = {}
+        self.results: dict[str, Group] = {}
         self.partial: dict[str, list[PartialSample]] = {}
         self.dropped: Counter[str] = Counter()
         self.reward_calls = 0
@@ -52,10 +52,10 @@ class Collector:
         """These groups were handed to the board."""
         self.open.update(groups)
 
-    def on_result(self, group: str, batch: RolloutBatch, reward_calls: int) -> None:
+    def on_result(self, name: str, group: Group, reward_calls: int) -> None:
         """A group is complete."""
-        self.open.discard(group)
-        self.results[group] = batch
+        self.open.discard(name)
+        self.results[name] = group
         self.reward_calls += reward_calls
         self._changed.set()
 

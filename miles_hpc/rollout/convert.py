@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from miles_hpc.config.schema import TrainConfig
+from miles_hpc.rollout.groups import Gathered
 from miles_hpc.rollout.split import RankShare, UnevenSplit, split_samples
 from miles_hpc.transport.batch import RolloutBatch
-from miles_hpc.transport.columns import Array, Buffer, SchemaError, offsets_of
+from miles_hpc.transport.columns import Array, Buffer, SchemaError, flat_index, offsets_of
 from miles_hpc.transport.parcel import Packing, read_parcel
 
 __all__ = ["Generations", "TrainBatch", "TrainData", "UnevenSplit", "advantages_of"]
@@ -22,6 +23,8 @@ _TOKEN_COLUMNS = ("token_ids", "response_mask", "logprobs")
 _SAMPLE_COLUMNS = ("advantages", "rewards", "group_index", "sample_index", "prompt_index", "status", "oldest_version")
 _META = ("rollout_id", "weight_version", "dp_rank", "dp_size", "total_samples", "total_response_tokens", "padding")
 _EPSILON = 1e-6
+_GATHER_BELOW = 512
+"""Tokens of a sample on average; shorter ones are gathered by index, longer ones taken as slices."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,32 +102,30 @@ class TrainData:
         SchemaError: groups differ in their columns.
     """
 
-    def __init__(
-        self, groups: Sequence[RolloutBatch], *, rollout_id: int, weight_version: int, train: TrainConfig
-    ) -> None:
-        if not groups:
+    def __init__(self, groups: Gathered, *, rollout_id: int, weight_version: int, train: TrainConfig) -> None:
+        if not len(groups):
             raise ValueError(f"rollout {rollout_id} has no groups")
+        batches = groups.batches
         _same_columns(groups)
-        self._groups = groups
+        self._batches = batches
         self._rollout_id = rollout_id
         self._weight_version = weight_version
         self._train = train
-        sizes = [len(group) for group in groups]
-        self.lengths: Array = np.concatenate([group.lengths for group in groups])
+        self.lengths: Array = np.concatenate([batch.lengths for batch in batches])
         """`[n] int64`: tokens of each sample."""
-        self.rewards: Array = np.concatenate([group.rewards for group in groups])
+        self.rewards: Array = np.concatenate([batch.rewards for batch in batches])
         """`[n] float32`."""
-        self.total_response_tokens = sum(int(group.loss_mask.sum(dtype=np.int64)) for group in groups)
-        self._places = [(index, row) for index, size in enumerate(sizes) for row in range(size)]
+        self.total_response_tokens = sum(int(batch.loss_mask.sum(dtype=np.int64)) for batch in batches)
+        self._starts = offsets_of([len(batch) for batch in batches])
         self.generations = Generations(groups)
         self._samples: dict[str, Array] = {
             "advantages": advantages_of(self.generations, train.advantage, normalize=train.normalize_advantages),
             "rewards": self.rewards,
-            "group_index": np.repeat(np.arange(len(groups), dtype=np.int64), sizes),
-            "sample_index": np.concatenate([group.sample_index for group in groups]),
-            "prompt_index": np.concatenate([group.prompt_index for group in groups]),
-            "status": np.concatenate([group.status for group in groups]),
-            "oldest_version": _oldest_versions(groups, len(self.lengths)),
+            "group_index": np.repeat(np.arange(len(groups), dtype=np.int64), groups.flat_sizes),
+            "sample_index": np.concatenate([batch.sample_index for batch in batches]),
+            "prompt_index": np.concatenate([batch.prompt_index for batch in batches]),
+            "status": np.concatenate([batch.status for batch in batches]),
+            "oldest_version": _oldest_versions(batches, len(self.lengths)),
         }
 
     def __len__(self) -> int:
@@ -155,16 +156,17 @@ class TrainData:
             **{name: column[share.rows] for name, column in self._samples.items()},
         }
         columns["advantages"] = np.where(padded, np.float32(0), self._samples["advantages"][share.rows])
-        places = [self._places[row] for row in share.rows.tolist()]
-        for name, source in (("token_ids", "token_ids"), ("response_mask", "loss_mask"), ("logprobs", "logprobs")):
-            parts = [_piece(self._groups[group], getattr(self._groups[group], source), row) for group, row in places]
-            if name == "response_mask" and share.padding:
-                parts = [np.zeros_like(part) if pad else part for part, pad in zip(parts, padded, strict=True)]
-            columns[name] = parts or [getattr(self._groups[0], source)[:0]]
-        for name in self._groups[0].extra:
-            columns[f"extra.{name}"] = [
-                _piece(self._groups[group], self._groups[group].extra[name], row) for group, row in places
-            ] or [self._groups[0].extra[name][:0]]
+        parts = _Parts(self._batches, self._starts, share.rows)
+        columns["token_ids"] = parts.of([batch.token_ids for batch in self._batches])
+        columns["logprobs"] = parts.of([batch.logprobs for batch in self._batches])
+        mask = parts.of([batch.loss_mask for batch in self._batches])
+        if share.padding:
+            counts = np.concatenate(mask)
+            counts[np.repeat(padded, self.lengths[share.rows])] = 0
+            mask = [counts]
+        columns["response_mask"] = mask
+        for name in self._batches[0].extra:
+            columns[f"extra.{name}"] = parts.of([batch.extra[name] for batch in self._batches])
         meta = {
             "rollout_id": self._rollout_id,
             "weight_version": self._weight_version,
@@ -177,17 +179,35 @@ class TrainData:
         return Packing(KIND, columns, meta)
 
 
-def _piece(group: RolloutBatch, column: Array, row: int) -> Array:
-    piece: Array = column[int(group.offsets[row]) : int(group.offsets[row + 1])]
-    return piece
+class _Parts:
+    """Where the tokens of some samples lie, for any column of tokens."""
+
+    def __init__(self, batches: Sequence[RolloutBatch], starts: Array, rows: Array) -> None:
+        self._places: list[tuple[int, slice | Array]] = []
+        owner = np.searchsorted(starts, rows, side="right") - 1
+        cuts = np.flatnonzero(np.diff(owner)) + 1
+        for index, run in zip(owner[[0, *cuts]].tolist() if len(rows) else [], np.split(rows, cuts), strict=False):
+            batch, own = batches[index], run - starts[index]
+            if len(batch.token_ids) < _GATHER_BELOW * len(batch):
+                self._places.append((index, flat_index(batch.offsets, own)))
+                continue
+            bounds = zip(batch.offsets[own].tolist(), batch.offsets[own + 1].tolist(), strict=True)
+            self._places += [(index, slice(start, stop)) for start, stop in bounds]
+
+    def of(self, columns: Sequence[Array]) -> list[Array]:
+        """The parts of a column that is given for each batch; at least one."""
+        return [columns[index][place] for index, place in self._places] or [columns[0][:0]]
 
 
-def _same_columns(groups: Sequence[RolloutBatch]) -> None:
-    first = groups[0].extra
-    for index, group in enumerate(groups):
-        if set(group.extra) != set(first) or any(group.extra[name].dtype != first[name].dtype for name in first):
-            found = {name: str(column.dtype) for name, column in group.extra.items()}
-            raise SchemaError(f"group {index} of the rollout has extra columns {found}; group 0 has {sorted(first)}")
+def _same_columns(groups: Gathered) -> None:
+    first = groups.batches[0].extra
+    number = 0
+    for batch, sizes in zip(groups.batches, groups.sizes, strict=True):
+        extra = batch.extra
+        if set(extra) != set(first) or any(extra[name].dtype != first[name].dtype for name in first):
+            found = {name: str(column.dtype) for name, column in extra.items()}
+            raise SchemaError(f"group {number} of the rollout has extra columns {found}; group 0 has {sorted(first)}")
+        number += len(sizes)
 
 
 class Generations:
@@ -197,10 +217,10 @@ class Generations:
         ValueError: samples of one generation have different rewards; the text names them.
     """
 
-    def __init__(self, groups: Sequence[RolloutBatch]) -> None:
-        owner = np.repeat(np.arange(len(groups), dtype=np.int64), [len(group) for group in groups])
-        index = np.concatenate([group.sample_index for group in groups])
-        found = np.concatenate([group.rewards for group in groups])
+    def __init__(self, groups: Gathered) -> None:
+        owner = np.repeat(np.arange(len(groups), dtype=np.int64), groups.flat_sizes)
+        index = np.concatenate([batch.sample_index for batch in groups.batches])
+        found = np.concatenate([batch.rewards for batch in groups.batches])
         order = np.lexsort((index, owner))
         fresh = np.ones(len(order), bool)
         fresh[1:] = (np.diff(owner[order]) != 0) | (np.diff(index[order]) != 0)
@@ -243,11 +263,13 @@ class Generations:
         return deviations
 
 
-def _oldest_versions(groups: Sequence[RolloutBatch], samples: int) -> Array:
+def _oldest_versions(batches: Sequence[RolloutBatch], samples: int) -> Array:
     unknown = np.iinfo(np.int64).max
     oldest = np.full(samples, unknown, np.int64)
-    spans = np.concatenate([np.diff(group.span_offsets) for group in groups])
-    np.minimum.at(oldest, np.repeat(np.arange(samples), spans), np.concatenate([group.spans[:, 0] for group in groups]))
+    spans = np.concatenate([np.diff(batch.span_offsets) for batch in batches])
+    np.minimum.at(
+        oldest, np.repeat(np.arange(samples), spans), np.concatenate([batch.spans[:, 0] for batch in batches])
+    )
     return np.where(oldest == unknown, -1, oldest)
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 import msgspec
 
 from miles_hpc.rollout.data import DataState
+from miles_hpc.rollout.groups import Gathered, groups_of
 from miles_hpc.rollout.producer import Produced
 from miles_hpc.rollout.sample import GroupSpec
 from miles_hpc.transport.batch import KIND, RolloutBatch
 from miles_hpc.transport.carriers import map_parcel, write_parcel
+from miles_hpc.transport.columns import SchemaError
 from miles_hpc.transport.parcel import Packing, read_parcel
 
 
@@ -41,10 +43,10 @@ def save_rollout(directory: Path, rollout_id: int, weight_version: int, produced
         rollout_id=rollout_id,
         weight_version=weight_version,
         specs=produced.specs,
-        sizes=[len(batch) for batch in produced.batches],
+        sizes=[len(group) for group in produced.groups],
         place=produced.place,
     )
-    columns = RolloutBatch.concat(produced.batches).columns()
+    columns = RolloutBatch.concat(Gathered.of(produced.groups).batches).columns()
     path = rollout_file(directory, rollout_id)
     write_parcel(path, Packing(KIND, columns, msgspec.to_builtins(saved)))
     return path
@@ -75,10 +77,8 @@ def load_rollout(directory: Path, rollout_id: int) -> tuple[Produced, int]:
         SavedRolloutError: see `read_rollout`.
     """
     saved, whole = read_rollout(rollout_file(directory, rollout_id))
-    batches, start = [], 0
-    for size in saved.sizes:
-        batches.append(whole.slice(start, start + size))
-        start += size
-    if start != len(whole):
-        raise SavedRolloutError(f"{directory}: rollout {rollout_id} has {len(whole)} samples, its groups {start}")
-    return Produced(specs=saved.specs, batches=batches, place=saved.place, metrics={}), saved.weight_version
+    try:
+        groups = groups_of(whole, saved.sizes)
+    except SchemaError as error:
+        raise SavedRolloutError(f"{directory}: rollout {rollout_id}: {error}") from error
+    return Produced(specs=saved.specs, groups=groups, place=saved.place, metrics={}), saved.weight_version

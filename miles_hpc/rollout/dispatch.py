@@ -7,21 +7,25 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from miles_hpc.rollout.accounts import Accounts, is_filtered
 from miles_hpc.rollout.board import Action, Board, Ending, Run
 from miles_hpc.rollout.collect import Collector, StaleIncarnation
-from miles_hpc.rollout.sample import group_versions
+from miles_hpc.rollout.fetch import ParcelFetcher
+from miles_hpc.rollout.groups import Group, faults, groups_of
 from miles_hpc.rollout.work_messages import (
     BeatSeen,
+    Done,
     FreeGroups,
-    GroupDone,
     GroupFailed,
     GroupPartial,
-    GroupReceived,
+    GroupsDone,
+    GroupsReceived,
     InterruptGroups,
     RunGroup,
+    SendInline,
     Stage,
     ToExecutor,
     WorkBeat,
@@ -31,6 +35,8 @@ from miles_hpc.rollout.work_messages import (
 from miles_hpc.rollout.work_socket import WorkServer
 from miles_hpc.specs.rollout import ROLLOUT_WORKER_POOL
 from miles_hpc.transport.batch import RolloutBatch
+from miles_hpc.transport.bulk import BulkError
+from miles_hpc.transport.carriers import ParcelRef
 from miles_hpc.transport.columns import Buffer, SchemaError
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import cell_of
@@ -77,6 +83,9 @@ class Dispatcher:
         self._in_book: set[bytes] = set()
         """Workers whose generation the address book has shown: only these can leave it."""
         self._failure: asyncio.Future[None] = self._loop.create_future()
+        self._fetcher = ParcelFetcher()
+        self._pulls: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}
+        """By worker and parcel: what is on its way from another node."""
         self._server = WorkServer(listen, run_dir, attempt, self._guarded)
 
     @property
@@ -108,7 +117,10 @@ class Dispatcher:
 
     def close(self) -> None:
         """Release the address."""
+        for pull in self._pulls.values():
+            pull.cancel()
         self._server.close()
+        self._fetcher.close()
 
     # ------------------------------------------------------------------------------------------ executor's side
     def begin(self, incarnation: int, counts: Accounts, *, adopt: bool = False) -> None:
@@ -216,11 +228,14 @@ class Dispatcher:
                         self._board.on_beat(peer, running if message.incarnation == self._incarnation else [], now)
                     )
                     self._server.send(peer, BeatSeen())
-            case GroupDone() | GroupPartial() | GroupFailed() if message.incarnation != self._incarnation:
-                freed = FreeGroups(incarnation=message.incarnation, groups=[message.group], reason="superseded")
+            case GroupsDone() | GroupPartial() | GroupFailed() if message.incarnation != self._incarnation:
+                names = [done.group for done in message.groups] if isinstance(message, GroupsDone) else [message.group]
+                freed = FreeGroups(incarnation=message.incarnation, groups=names, reason="superseded")
                 self._server.send(peer, freed)
-            case GroupDone():
-                self._on_done(peer, message, parcel, now)
+            case GroupsDone(ref=None):
+                self._on_done(peer, message.groups, _settled(parcel), now)
+            case GroupsDone(ref=ParcelRef() as ref):
+                self._on_parcel(peer, message, ref, now)
             case GroupPartial():
                 self._on_partial(peer, message)
             case GroupFailed():
@@ -236,34 +251,66 @@ class Dispatcher:
         holds = hello.holds if hello.incarnation == self._incarnation else []
         self._act(self._board.on_hello(peer, hello.worker, hello.generation, hello.credits, holds, now))
 
-    def _on_done(self, peer: bytes, done: GroupDone, parcel: memoryview | None, now: float) -> None:
-        order = self._orders.get(done.group)
-        if order is not None:
-            try:
-                batch = RolloutBatch.from_parcel(_settled(parcel))
-                check_group(batch, order.samples)
-                reason, text = "unpublished_version", self._unpublished(batch)
-            except SchemaError as error:
-                reason, text = "invalid_sample", str(error)
-            if text:
-                text = f"group {done.group}: {text}"
-                self._on_failed(
-                    peer, GroupFailed(incarnation=done.incarnation, group=done.group, reason=reason, text=text), now
-                )
-                return
-        first, actions = self._board.on_done(peer, done.group, now)
-        if not self._board.claimed(done.group):
-            self._server.send(peer, GroupReceived(incarnation=self._incarnation, group=done.group))
-        if first and order is not None:
-            self._collectors[done.group].on_result(done.group, batch, done.reward_calls)
-            self._forget(done.group)
+    def _on_parcel(self, peer: bytes, done: GroupsDone, ref: ParcelRef, now: float) -> None:
+        """Groups whose parcel stayed at the worker: mapped at once on this node, pulled from another."""
+        if not any(one.group in self._orders for one in done.groups):
+            self._on_done(peer, done.groups, b"", now)
+        elif (memory := self._fetcher.view(ref)) is not None:
+            self._on_done(peer, done.groups, memory, now)
+        elif (peer, ref.id) not in self._pulls:
+            pull = asyncio.ensure_future(self._pull(peer, done, ref))
+            self._pulls[peer, ref.id] = pull
+            pull.add_done_callback(lambda _: self._pulls.pop((peer, ref.id), None))
+
+    async def _pull(self, peer: bytes, done: GroupsDone, ref: ParcelRef) -> None:
+        try:
+            memory = await self._fetcher.pull(ref)
+        except BulkError as error:
+            names = [one.group for one in done.groups]
+            log.warning("group %s could not be pulled and is asked for inline: %s", names[0], error)
+            self._server.send(peer, SendInline(incarnation=done.incarnation, groups=names))
+            return
+        self._guarded(peer, msgspec.structs.replace(done, ref=None), memory)
+
+    def _on_done(self, peer: bytes, dones: Sequence[Done], parcel: Buffer, now: float) -> None:
+        names = [done.group for done in dones]
+        calls = {done.group: done.reward_calls for done in dones}
+        groups, wrong = self._checked(dones, parcel)
+        for name, (reason, text) in wrong.items():
+            failed = GroupFailed(incarnation=self._incarnation, group=name, reason=reason, text=f"group {name}: {text}")
+            self._on_failed(peer, failed, now)
+        first, actions = self._board.on_done(peer, [name for name in names if name not in wrong], now)
+        received = [name for name in names if name not in wrong and not self._board.claimed(name)]
+        if received:
+            self._server.send(peer, GroupsReceived(incarnation=self._incarnation, groups=received))
+        for name in first:
+            self._collectors[name].on_result(name, groups[name], calls[name])
+            self._forget(name)
         self._act(actions)
 
-    def _unpublished(self, batch: RolloutBatch) -> str:
-        for version in group_versions(batch):
+    def _checked(self, dones: Sequence[Done], parcel: Buffer) -> tuple[dict[str, Group], dict[str, tuple[str, str]]]:
+        """Those groups of a parcel that somebody waits for, and reason and text for those that cannot be used."""
+        ordered = {done.group: self._orders[done.group].samples for done in dones if done.group in self._orders}
+        if not ordered:
+            return {}, {}
+        try:
+            batch = RolloutBatch.from_parcel(parcel)
+            found = groups_of(batch, [done.samples for done in dones])
+        except SchemaError as error:
+            return {}, {name: ("invalid_sample", str(error)) for name in ordered}
+        groups = {done.group: group for done, group in zip(dones, found, strict=True)}
+        samples = [ordered.get(done.group, done.samples) for done in dones]
+        wrong = {
+            dones[place].group: ("invalid_sample", text)
+            for place, text in faults(batch, found, samples).items()
+            if dones[place].group in ordered
+        }
+        for version in np.unique(batch.spans[:, 0]).tolist():
             if not self._is_published(version):
-                return f"tokens came from weight version {version}, which the trainer never published"
-        return ""
+                text = f"tokens came from weight version {version}, which the trainer never published"
+                held = [name for name in ordered if (groups[name].batch.spans[:, 0] == version).any()]
+                wrong |= {name: ("unpublished_version", text) for name in held if name not in wrong}
+        return groups, wrong
 
     def _on_partial(self, peer: bytes, partial: GroupPartial) -> None:
         collector = self._collectors.get(partial.group)
@@ -295,15 +342,3 @@ def _settled(parcel: memoryview | None) -> Buffer:
     if parcel is None:
         return b""
     return bytes(parcel) if len(parcel) < _COPY_BELOW else parcel
-
-
-def check_group(batch: RolloutBatch, samples: int) -> None:
-    """Raises SchemaError when a group has another size than ordered, or numbers that cannot be trained on."""
-    generations = len(set(batch.sample_index.tolist()))
-    if generations != samples:
-        raise SchemaError(f"has {generations} samples; expected {samples}")
-    for name, column, rows in (("reward", batch.rewards, None), ("log-prob", batch.logprobs, batch.offsets)):
-        bad = np.flatnonzero(~np.isfinite(column))
-        if len(bad):
-            sample = int(bad[0]) if rows is None else int(np.searchsorted(rows, bad[0], side="right")) - 1
-            raise SchemaError(f"sample {sample} has a {name} that is not finite")

@@ -19,6 +19,7 @@ from miles_hpc.rollout.collect import Collector, RolloutFailed
 from miles_hpc.rollout.convert import Generations
 from miles_hpc.rollout.data import Prompts, keys_of, open_prompts
 from miles_hpc.rollout.dispatch import Dispatcher
+from miles_hpc.rollout.groups import Gathered, Group
 from miles_hpc.rollout.metrics import pass_at_k
 from miles_hpc.rollout.producer import progress
 from miles_hpc.rollout.sample import GroupSpec
@@ -130,20 +131,21 @@ class Evaluator:
 
     def _write(
         self,
-        name: str,
+        data_set: str,
         number: int,
         weight_version: int,
         orders: Mapping[str, RunGroup],
-        found: Mapping[str, RolloutBatch],
+        found: Mapping[str, Group],
     ) -> None:
         directory = self._run_dir / "eval"
         directory.mkdir(exist_ok=True)
-        path = directory / f"{weight_version:05d}-{name}.jsonl"
+        path = directory / f"{weight_version:05d}-{data_set}.jsonl"
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         with draft.open("w", encoding="utf-8", errors="replace") as file:
-            for group, batch in found.items():
+            for name, group in found.items():
+                batch = group.batch
                 for row in range(len(batch)):
-                    file.write(json.dumps(_row(orders[group], batch, row), ensure_ascii=False) + "\n")
+                    file.write(json.dumps(_row(orders[name], batch, row), ensure_ascii=False) + "\n")
         draft.replace(path)
 
 
@@ -160,13 +162,13 @@ def _row(order: RunGroup, batch: RolloutBatch, row: int) -> dict[str, Any]:
     }
 
 
-def _summary(found: Mapping[str, RolloutBatch], failed: int) -> dict[str, float]:
+def _summary(found: Mapping[str, Group], failed: int) -> dict[str, float]:
     if not found:
         return {"failed": float(failed)}
-    groups = list(found.values())
-    generations = Generations(groups)
-    status = np.concatenate([batch.status for batch in groups])
-    tokens = sum(int(batch.loss_mask.sum(dtype=np.int64)) for batch in groups)
+    gathered = Gathered.of(list(found.values()))
+    generations = Generations(gathered)
+    status = np.concatenate([batch.status for batch in gathered.batches])
+    tokens = sum(int(batch.loss_mask.sum(dtype=np.int64)) for batch in gathered.batches)
     return {
         "reward": float(generations.rewards.mean()),
         "failed": float(failed),

@@ -23,10 +23,11 @@ from miles_hpc.rollout.data import DataSource, DataState, Prompts, open_source
 from miles_hpc.rollout.debug import load_rollout, save_rollout
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.evaluate import Evaluator
+from miles_hpc.rollout.groups import Gathered
 from miles_hpc.rollout.metrics import rollout_metrics
 from miles_hpc.rollout.producer import AsyncProducer, Produced, Producer, SyncProducer, progress
 from miles_hpc.rollout.published import PublishedVersions
-from miles_hpc.rollout.sample import GroupSpec, group_digest, group_versions
+from miles_hpc.rollout.sample import GroupSpec
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.carriers import Outbox, ParcelRef
 from miles_hpc.transport.columns import Buffer
@@ -191,9 +192,9 @@ class Executor:
             await progress(collector, self._dispatcher)
         if collector.dropped:
             raise RolloutFailed(f"{collector.what}: {dict(collector.dropped)}: {collector.last_failure}")
-        batches = [collector.results[spec.id] for spec in specs]
+        groups = [collector.results[spec.id] for spec in specs]
         place = msgspec.convert(announced.place, DataState)
-        produced = Produced(specs=specs, batches=batches, place=place, metrics={})
+        produced = Produced(specs=specs, groups=groups, place=place, metrics={})
         return await self._hold(announced.rollout_id, announced.weight_version, produced, 0.0)
 
     async def _generate(self, rollout_id: int, weight_version: int) -> RolloutResult:
@@ -227,9 +228,8 @@ class Executor:
         )
 
     def _finish(self, rollout_id: int, weight_version: int, produced: Produced, seconds: float) -> _Rollout:
-        data = TrainData(
-            produced.batches, rollout_id=rollout_id, weight_version=weight_version, train=self._config.train
-        )
+        gathered = Gathered.of(produced.groups)
+        data = TrainData(gathered, rollout_id=rollout_id, weight_version=weight_version, train=self._config.train)
         ledger = [
             {
                 "step": rollout_id,
@@ -237,18 +237,20 @@ class Executor:
                 "prompt_index": spec.prompt_index,
                 "epoch": spec.epoch,
                 "samples": len(group),
-                "digest": group_digest(group),
-                "weight_versions": group_versions(group),
+                "digest": digest,
+                "weight_versions": versions,
                 "attempt": self._attempt,
             }
-            for spec, group in zip(produced.specs, produced.batches, strict=True)
+            for spec, group, digest, versions in zip(
+                produced.specs, produced.groups, gathered.digests(), gathered.versions(), strict=True
+            )
         ]
         result = RolloutResult(
             rollout_id=rollout_id,
             groups=[spec.id for spec in produced.specs],
             reward_mean=float(np.mean(data.rewards)),
             tokens=data.total_response_tokens,
-            metrics={**rollout_metrics(produced.batches, data.generations), **produced.metrics},
+            metrics={**rollout_metrics(gathered.batches, data.generations), **produced.metrics},
             seconds=seconds,
             weight_version=weight_version,
             place=msgspec.to_builtins(produced.place),

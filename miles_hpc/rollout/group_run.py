@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.filters import Filter, FilterError
 from miles_hpc.rollout.finished import InvalidSample, checked_arrays
@@ -21,10 +23,10 @@ from miles_hpc.rollout.generate import (
 )
 from miles_hpc.rollout.rewards import RewardError, RewardTimeout, Scorer
 from miles_hpc.rollout.sample import PartialSample, Sample, readable, sample_seed
+from miles_hpc.rollout.time_limit import timeout
 from miles_hpc.rollout.work_messages import RunGroup, Stage
-from miles_hpc.transport.batch import LengthMismatch, RolloutBatch
+from miles_hpc.transport.batch import LengthMismatch, SampleArrays, check_samples
 from miles_hpc.transport.columns import SchemaError
-from miles_hpc.transport.parcel import Packing
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class GroupRun:
         self._slots = slots
         self._stages: dict[int, tuple[str, float]] = {}
         self._contexts: list[GenerateContext] = []
+        self._arrays: dict[int, SampleArrays] = {}
+        """By the identity of a finished sample, which lives as long as this."""
         self.interrupted = False
 
     def stage(self) -> Stage:
@@ -92,14 +96,41 @@ class GroupRun:
         self.interrupted = True
         return [rid for context in self._contexts for rid in context.interrupt()]
 
-    async def run(self) -> Packing:
-        """The finished group's RolloutBatch as a parcel.
+    async def run(self) -> list[SampleArrays]:
+        """The finished group's samples, each packed when it ended.
 
         Raises:
             GroupError: a sample failed, and its siblings are cancelled; or a filter refused the group.
             GroupInterrupted: it was interrupted before all samples were finished.
         """
         samples = self._samples()
+        finished = await (self._alone(samples[0]) if len(samples) == 1 else self._side_by_side(samples))
+        if any(sample.status == "aborted" for sample in finished):
+            raise GroupInterrupted([PartialSample.of(sample) for sample in finished])
+        if self._config.reward.scope == "group" and not self.order.evaluation:
+            await self._score_group(finished)
+        self._filter(finished)
+        try:
+            packed = [self._packed(sample) for sample in finished]
+            check_samples(packed)
+        except (SchemaError, LengthMismatch, InvalidSample) as error:
+            raise GroupError("invalid_sample", f"group {self.order.spec.id}: {error}") from error
+        return packed
+
+    def _packed(self, sample: Sample) -> SampleArrays:
+        """A sample as columns: as it was when its generation ended, with its reward."""
+        found = self._arrays.get(id(sample))
+        arrays = checked_arrays(sample) if found is None else found
+        reward = float("nan") if sample.reward is None else sample.reward
+        return msgspec.structs.replace(arrays, reward=reward, status=sample.status)
+
+    async def _alone(self, sample: Sample) -> list[Sample]:
+        try:
+            return await self._in_slot(sample)
+        except Exception as error:
+            raise GroupError(_reason(error), _text(sample, error)) from error
+
+    async def _side_by_side(self, samples: list[Sample]) -> list[Sample]:
         tasks = [asyncio.ensure_future(self._in_slot(sample)) for sample in samples]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -111,16 +142,7 @@ class GroupRun:
         for sample, task in zip(samples, tasks, strict=True):
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise GroupError(_reason(error), _text(sample, error)) from error
-        finished = [sample for task in tasks for sample in task.result()]
-        if any(sample.status == "aborted" for sample in finished):
-            raise GroupInterrupted([PartialSample.of(sample) for sample in finished])
-        if self._config.reward.scope == "group" and not self.order.evaluation:
-            await self._score_group(finished)
-        self._filter(finished)
-        try:
-            return RolloutBatch.packing_of([checked_arrays(sample) for sample in finished])
-        except (SchemaError, LengthMismatch, InvalidSample) as error:
-            raise GroupError("invalid_sample", f"group {self.order.spec.id}: {error}") from error
+        return [sample for task in tasks for sample in task.result()]
 
     def _samples(self) -> list[Sample]:
         order, spec = self.order, self.order.spec
@@ -194,7 +216,8 @@ class GroupRun:
                 context.interrupt()
             stage("prompt")
             try:
-                answer = await asyncio.wait_for(self._generate(sample, context), timeout_s)
+                async with timeout(timeout_s):
+                    answer = await self._generate(sample, context)
             except asyncio.TimeoutError as error:
                 if context.left_s > 0:
                     raise  # a timeout of the function's own
@@ -213,7 +236,7 @@ class GroupRun:
             one.response = readable(one.response)
             if one.status == "aborted" and self.interrupted:
                 continue
-            checked_arrays(one)
+            self._arrays[id(one)] = checked_arrays(one)
         return finished
 
     async def _score_group(self, samples: list[Sample]) -> None:

@@ -12,12 +12,13 @@ from miles_hpc.transport.batch import STATUSES, RolloutBatch
 from miles_hpc.transport.columns import Array
 
 
-def rollout_metrics(groups: Sequence[RolloutBatch], generations: Generations) -> dict[str, float]:
+def rollout_metrics(batches: Sequence[RolloutBatch], generations: Generations) -> dict[str, float]:
     """Means over samples or groups; lengths count tokens with mask 1."""
-    lengths = np.concatenate([_mask_sums(group) for group in groups])
-    status = np.concatenate([group.status for group in groups])
+    lengths = np.concatenate([_mask_sums(batch) for batch in batches])
+    status = np.concatenate([batch.status for batch in batches])
     equal = generations.deviations == 0
-    highest = np.maximum.reduceat(generations.rewards, np.searchsorted(generations.group, np.arange(len(groups))))
+    count = len(generations.sizes)
+    highest = np.maximum.reduceat(generations.rewards, np.searchsorted(generations.group, np.arange(count)))
     found = {
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_median": float(np.median(lengths)),
@@ -30,10 +31,10 @@ def rollout_metrics(groups: Sequence[RolloutBatch], generations: Generations) ->
         **pass_at_k(generations),
     }
     for value in np.unique(highest[equal])[:4].tolist():
-        found[f"groups_all_{value:g}"] = float((highest[equal] == value).sum() / len(groups))
-    versions = np.concatenate([group.spans[:, 0] for group in groups])
+        found[f"groups_all_{value:g}"] = float((highest[equal] == value).sum() / count)
+    versions = np.concatenate([batch.spans[:, 0] for batch in batches])
     if len(versions):
-        owner = np.repeat(np.arange(len(lengths)), np.concatenate([np.diff(group.span_offsets) for group in groups]))
+        owner = np.repeat(np.arange(len(lengths)), np.concatenate([np.diff(batch.span_offsets) for batch in batches]))
         low, high = np.full(len(lengths), np.iinfo(np.int64).max), np.full(len(lengths), -1)
         np.minimum.at(low, owner, versions)
         np.maximum.at(high, owner, versions)

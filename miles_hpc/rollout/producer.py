@@ -19,6 +19,7 @@ from miles_hpc.config.schema import Config
 from miles_hpc.rollout.collect import Collector
 from miles_hpc.rollout.data import DataSource, DataState
 from miles_hpc.rollout.dispatch import Dispatcher
+from miles_hpc.rollout.groups import Group
 from miles_hpc.rollout.sample import GroupSpec, PartialSample, Status
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.batch import STATUSES, RolloutBatch
@@ -38,7 +39,7 @@ class Produced:
     """The groups of a rollout, in the order of their ids."""
 
     specs: list[GroupSpec]
-    batches: list[RolloutBatch]
+    groups: list[Group]
     place: DataState
     """Where the data order stands once exactly these and all earlier rollouts are used."""
     metrics: dict[str, float]
@@ -141,7 +142,7 @@ class SyncProducer(_Shared):
             raise
         return Produced(
             specs=[specs[name] for name in names],
-            batches=[collector.results[name] for name in names],
+            groups=[collector.results[name] for name in names],
             place=self._source.state(),
             metrics={
                 "groups_begun": float(begun),
@@ -160,7 +161,7 @@ class SyncProducer(_Shared):
         rest = [name for name in (*collector.open, *collector.results, *collector.partial) if name not in used]
         partial = dict(collector.partial)
         if self._config.rollout.partial:
-            partial |= {name: partial_of(collector.results[name]) for name in rest if name in collector.results}
+            partial |= {name: partial_of(collector.results[name].batch) for name in rest if name in collector.results}
         self._give_back(
             [msgspec.structs.replace(specs[name], partial=partial.get(name, specs[name].partial)) for name in rest]
         )
@@ -231,7 +232,7 @@ class AsyncProducer(_Shared):
         specs = [self._specs.pop(name) for name in names]
         self._taken += len(names)
         produced = Produced(
-            specs=specs, batches=[taken[name] for name in names], place=self._place(), metrics=self._metrics(taken)
+            specs=specs, groups=[taken[name] for name in names], place=self._place(), metrics=self._metrics(taken)
         )
         self._collector.dropped.clear()
         self._collector.reward_calls = self._collector.reward_failures = 0
@@ -261,17 +262,17 @@ class AsyncProducer(_Shared):
             self._specs |= {group.id: group for group in fresh}
             self._submit(fresh, self._versions[-1], collector)
 
-    def _staleness(self, batch: RolloutBatch) -> int:
+    def _staleness(self, group: Group) -> int:
         """Versions that the oldest token is behind the newest one published; 0 where none is known."""
-        if not len(batch.spans):
+        if group.oldest < 0:
             return 0
-        at = bisect.bisect_left(self._versions, int(batch.spans[:, 0].min()))
+        at = bisect.bisect_left(self._versions, group.oldest)
         return max(0, len(self._versions) - 1 - at)
 
     def _fresh(self) -> int:
         """Groups that may be trained on now; the others are dropped or given back first."""
         limit = self._config.rollout.max_staleness
-        stale = [name for name, batch in self._collector.results.items() if self._staleness(batch) > limit]
+        stale = [name for name, group in self._collector.results.items() if self._staleness(group) > limit]
         retry = self._config.rollout.on_stale == "retry"
         for name in stale:
             del self._collector.results[name]
@@ -294,9 +295,9 @@ class AsyncProducer(_Shared):
         buffer = sorted([*state.buffer, *waiting], key=lambda group: (group.epoch, group.index))
         return DataState(epoch=state.epoch, offset=state.offset, buffer=buffer)
 
-    def _metrics(self, taken: dict[str, RolloutBatch]) -> dict[str, float]:
-        staleness = [self._staleness(batch) for batch in taken.values()]
-        waiting = [self._staleness(batch) for batch in self._collector.results.values()]
+    def _metrics(self, taken: dict[str, Group]) -> dict[str, float]:
+        staleness = [self._staleness(group) for group in taken.values()]
+        waiting = [self._staleness(group) for group in self._collector.results.values()]
         found = {
             "buffer_groups": float(len(self._collector.results)),
             "running_groups": float(len(self._collector.open)),

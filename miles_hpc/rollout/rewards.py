@@ -17,6 +17,7 @@ import msgspec
 
 from miles_hpc.rollout.functions import load_function
 from miles_hpc.rollout.sample import Sample
+from miles_hpc.rollout.time_limit import timeout
 
 KEY = "reward.function"
 _START_S = 120.0
@@ -161,7 +162,8 @@ class Scorer:
             if self._inline is not None:
                 return self._inline(what)
             if self._coroutine is not None:
-                return await asyncio.wait_for(self._coroutine(what), self._timeout_s)
+                async with timeout(self._timeout_s):
+                    return await self._coroutine(what)
             return await self._in_process(what)
         except asyncio.TimeoutError as error:
             raise RewardTimeout(

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from miles_hpc.transport.batch import RolloutBatch
-
 Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
 Messages = list[dict[str, Any]]
 
@@ -133,16 +131,3 @@ def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample_index: int)
     """Sampling seed in 0 … 2^31 - 1: a pure function, so that a healed run draws the same tokens."""
     text = f"{run_seed}/{epoch}/{prompt_index}/{sample_index}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") & 0x7FFFFFFF
-
-
-def group_digest(batch: RolloutBatch) -> str:
-    """SHA-256 over lengths, tokens, mask and rewards of a group; log-probs and versions may differ between attempts."""
-    digest = hashlib.sha256()
-    for column in (batch.offsets, batch.token_ids, batch.loss_mask, batch.rewards):
-        digest.update(column.tobytes())
-    return digest.hexdigest()
-
-
-def group_versions(batch: RolloutBatch) -> list[int]:
-    """Weight versions that a group's tokens came from, rising."""
-    return sorted({int(version) for version in batch.spans[:, 0]})

@@ -1,7 +1,7 @@
 """What executor and rollout workers say to each other on the `work` port.
 
 Frame 0 is a list of the structs below as tagged msgpack, fields append-only with defaults: all that one end had to say
-in one turn of its loop. Each message of `WITH_PARCEL` takes the next frame behind it: the parcel of the group's
+in one turn of its loop. Each GroupsDone without a `ref` takes the next frame behind it, the parcel of the groups'
 RolloutBatch. A group is named by (incarnation, id).
 """
 
@@ -11,6 +11,7 @@ import msgspec
 
 from miles_hpc.rollout.data import Prompt
 from miles_hpc.rollout.sample import GroupSpec, PartialSample
+from miles_hpc.transport.carriers import ParcelRef
 from miles_hpc.wire.ids import Generation
 
 
@@ -45,13 +46,23 @@ class WorkBeat(_Message, frozen=True, kw_only=True):
     running: list[Stage] = []
 
 
-class GroupDone(_Message, frozen=True, kw_only=True):
-    """A complete, scored group; its parcel follows."""
+class Done(msgspec.Struct, frozen=True, array_like=True):
+    """A complete, scored group."""
+
+    group: str
+    samples: int
+    """Rows that it has in the parcel."""
+    reward_calls: int = 0
+
+
+class GroupsDone(_Message, frozen=True, kw_only=True):
+    """Complete groups, in the order in which they lie in one parcel: small ones that ended in one turn of the worker's
+    loop, or a large one alone."""
 
     incarnation: int
-    group: str
-    reward_calls: int = 0
-    seconds: float = 0.0
+    groups: list[Done]
+    ref: ParcelRef | None = None
+    """Where the parcel can be fetched; None: it follows."""
 
 
 class GroupPartial(_Message, frozen=True, kw_only=True):
@@ -110,11 +121,18 @@ class InterruptGroups(_Message, frozen=True, kw_only=True):
     groups: list[str]
 
 
-class GroupReceived(_Message, frozen=True, kw_only=True):
-    """The executor has it in memory. The worker keeps it until FreeGroups, within its `keep_bytes`."""
+class GroupsReceived(_Message, frozen=True, kw_only=True):
+    """The executor has them in memory. The worker keeps them until FreeGroups, within its `keep_bytes`."""
 
     incarnation: int
-    group: str
+    groups: list[str]
+
+
+class SendInline(_Message, frozen=True, kw_only=True):
+    """The parcels of these groups could not be fetched: send them on this connection."""
+
+    incarnation: int
+    groups: list[str]
 
 
 class FreeGroups(_Message, frozen=True, kw_only=True):
@@ -129,10 +147,8 @@ class BeatSeen(_Message, frozen=True, kw_only=True):
     """The executor is alive."""
 
 
-WITH_PARCEL = (GroupDone,)
-
-ToExecutor = WorkHello | WorkBeat | GroupDone | GroupPartial | GroupFailed
-ToWorker = WorkWelcome | RunGroup | InterruptGroups | GroupReceived | FreeGroups | BeatSeen
+ToExecutor = WorkHello | WorkBeat | GroupsDone | GroupPartial | GroupFailed
+ToWorker = WorkWelcome | RunGroup | InterruptGroups | GroupsReceived | SendInline | FreeGroups | BeatSeen
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_executor = msgspec.msgpack.Decoder(list[ToExecutor]).decode

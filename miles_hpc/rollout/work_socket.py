@@ -155,7 +155,8 @@ class WorkServer:
             return
         peer, parcels = bytes(frames[0]), iter(frames[2:])
         for message in found:
-            parcel = next(parcels, None) if isinstance(message, messages.WITH_PARCEL) else None
+            follows = isinstance(message, messages.GroupsDone) and message.ref is None
+            parcel = next(parcels, None) if follows else None
             self._on_message(peer, message, parcel)
 
     def close(self) -> None:

@@ -19,20 +19,23 @@ from miles_hpc.rollout.group_run import GroupError, GroupInterrupted, GroupRun
 from miles_hpc.rollout.rewards import Scorer
 from miles_hpc.rollout.work_messages import (
     BeatSeen,
+    Done,
     FreeGroups,
-    GroupDone,
     GroupFailed,
     GroupPartial,
-    GroupReceived,
+    GroupsDone,
+    GroupsReceived,
     InterruptGroups,
     RunGroup,
+    SendInline,
     ToWorker,
     WorkBeat,
     WorkHello,
     WorkWelcome,
 )
 from miles_hpc.rollout.work_socket import WorkLink
-from miles_hpc.transport.columns import Buffer
+from miles_hpc.transport.batch import RolloutBatch, SampleArrays
+from miles_hpc.transport.carriers import Outbox, ParcelRef
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import CellAddrs
 from miles_hpc.wire.worker_env import WorkerEnv
@@ -41,6 +44,12 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 _PROGRESS_S = 10.0
+_LARGE = 128 * 1024
+"""Bytes of a group that stays in shared memory for the executor to fetch; smaller ones are sent, encrypted."""
+_TOGETHER = 1 << 20
+"""Bytes of small groups in one message."""
+_WARM_BYTES = 256 << 20
+"""Of freed segments that are kept for the next groups."""
 
 
 class AddressBook(Protocol):
@@ -54,11 +63,12 @@ class AddressBook(Protocol):
 
 @dataclass
 class _Kept:
-    """A finished or failed group, held for replay."""
+    """A finished or failed group, held for replay: a small one as its samples, a large one as a parcel."""
 
-    message: GroupDone | GroupPartial | GroupFailed
-    parcel: Buffer | None
-    nbytes: int
+    message: Done | GroupPartial | GroupFailed
+    nbytes: int = 0
+    samples: Sequence[SampleArrays] = ()
+    ref: ParcelRef | None = None
     received: bool = False
 
 
@@ -92,6 +102,9 @@ class RolloutWorker:
         self._running: dict[str, tuple[GroupRun, asyncio.Task[None]]] = {}
         self._kept: dict[str, _Kept] = {}
         self._kept_bytes = 0
+        self._unsent: list[str] = []
+        listen = env.listen.get("bulk")
+        self._outbox = None if listen is None else Outbox(listen, keep_bytes=_WARM_BYTES)
         self._link: WorkLink | None = None
         self._welcomed = False
         self._heard = 0.0
@@ -134,6 +147,8 @@ class RolloutWorker:
     async def _close(self) -> None:
         if self._link is not None:
             self._link.close()
+        if self._outbox is not None:
+            self._outbox.close()
         tasks = [*(task for _, task in self._running.values()), *self._aborts]
         for task in tasks:
             task.cancel()
@@ -211,13 +226,16 @@ class RolloutWorker:
                 self._on_run(message)
             case InterruptGroups(incarnation=self._incarnation):
                 self._interrupt(message.groups)
-            case GroupReceived(incarnation=self._incarnation):
-                if message.group in self._kept:
-                    self._kept[message.group].received = True
-                    self._bound_kept()
+            case GroupsReceived(incarnation=self._incarnation):
+                for name in message.groups:
+                    if name in self._kept:
+                        self._kept[name].received = True
+                self._bound_kept()
+            case SendInline(incarnation=self._incarnation):
+                self._send_inline(message.groups)
             case FreeGroups(incarnation=self._incarnation):
-                self._forget(message.groups)
-            case InterruptGroups() | GroupReceived() | FreeGroups() | BeatSeen():
+                self._forget(message.groups, reuse=message.reason == "committed")
+            case InterruptGroups() | GroupsReceived() | SendInline() | FreeGroups() | BeatSeen():
                 pass
 
     def _on_welcome(self, message: WorkWelcome) -> None:
@@ -228,16 +246,16 @@ class RolloutWorker:
         if not self._welcomed:
             self._welcomed = True
             # What an earlier connection may have lost; the executor drops what it has by the group's id.
-            for kept in self._kept.values():
+            for name, kept in self._kept.items():
                 if not kept.received:
-                    self._send(kept)
+                    self._send_soon(name)
 
     def _on_run(self, order: RunGroup) -> None:
         name = order.spec.id
         if order.incarnation != self._incarnation or name in self._running:
             return
         if name in self._kept:
-            self._send(self._kept[name])
+            self._send_soon(name)
             return
         generate = self._generate_of(order)
         run = GroupRun(order, self._config, self._services, generate, self._scorer, self._filters, self._slots)
@@ -260,12 +278,11 @@ class RolloutWorker:
 
     async def _run(self, run: GroupRun) -> None:
         name, incarnation = run.order.spec.id, run.order.incarnation
-        started = time.monotonic()
         try:
-            packing = await run.run()
+            samples = await run.run()
         except GroupInterrupted as interrupted:
             partial = GroupPartial(incarnation=incarnation, group=name, samples=interrupted.partial)
-            self._finish(name, _Kept(partial, None, 0))
+            self._finish(name, _Kept(partial))
         except GroupError as error:
             if not error.reason.startswith("filtered_"):
                 log.warning("group failed (%s): %s", error.reason, error)
@@ -276,48 +293,103 @@ class RolloutWorker:
                 text=str(error)[-8000:],
                 reward_calls=run.reward_calls,
             )
-            self._finish(name, _Kept(failed, None, 0))
+            self._finish(name, _Kept(failed))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # a bug here, not in the user's functions: end, and be started anew
             self._fail(error)
         else:
-            seconds = time.monotonic() - started
-            done = GroupDone(
-                incarnation=incarnation,
-                group=name,
-                reward_calls=0 if run.order.evaluation else run.reward_calls,
-                seconds=seconds,
-            )
-            parcel = packing.to_bytes()
-            self._finish(name, _Kept(done, parcel, len(parcel)))
+            calls = 0 if run.order.evaluation else run.reward_calls
+            self._finish(name, self._packed(Done(name, len(samples), calls), samples))
 
     # ------------------------------------------------------------------------------------------ keeping
+    def _packed(self, done: Done, samples: Sequence[SampleArrays]) -> _Kept:
+        nbytes = sum(sample.nbytes for sample in samples)
+        if nbytes >= _LARGE and self._outbox is not None:
+            try:
+                return _Kept(done, nbytes, ref=self._outbox.offer(RolloutBatch.packing_of(samples)))
+            except OSError as error:
+                log.warning("no shared memory for a group of %d bytes, it is sent inline: %s", nbytes, error)
+        return _Kept(done, nbytes, samples)
+
     def _finish(self, name: str, kept: _Kept) -> None:
         del self._running[name]
         self._kept[name] = kept
         self._kept_bytes += kept.nbytes
-        if self._welcomed:
-            self._send(kept)
+        self._send_soon(name)
 
-    def _send(self, kept: _Kept) -> None:
-        if self._link is not None:
-            self._link.send(kept.message, kept.parcel)
+    def _send_soon(self, name: str) -> None:
+        """Send a group at the end of this turn of the loop, with all others that are ready by then."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_unsent)
+        self._unsent.append(name)
 
-    def _forget(self, groups: Sequence[str]) -> None:
+    def _send_unsent(self) -> None:
+        names, self._unsent = self._unsent, []
+        if self._link is None or not self._welcomed:
+            return  # the next welcome finds them
+        small: dict[tuple[object, ...], list[_Kept]] = {}
+        for name in dict.fromkeys(names):
+            kept = self._kept.get(name)
+            if kept is None:
+                continue
+            if not isinstance(kept.message, Done):
+                self._link.send(kept.message)
+            elif kept.ref is not None:
+                self._link.send(GroupsDone(incarnation=self._incarnation, groups=[kept.message], ref=kept.ref))
+            else:
+                # Only samples with the same columns fit into one batch.
+                small.setdefault(kept.samples[0].layout, []).append(kept)
+        for same in small.values():
+            nbytes, first = 0, 0
+            for place, kept in enumerate(same):
+                nbytes += kept.nbytes
+                if nbytes >= _TOGETHER or place == len(same) - 1:
+                    self._send_together(self._link, same[first : place + 1])
+                    nbytes, first = 0, place + 1
+
+    def _send_together(self, link: WorkLink, groups: Sequence[_Kept]) -> None:
+        samples = [sample for kept in groups for sample in kept.samples]
+        done = [kept.message for kept in groups if isinstance(kept.message, Done)]
+        link.send(GroupsDone(incarnation=self._incarnation, groups=done), RolloutBatch.packing_of(samples).to_bytes())
+
+    def _send_inline(self, groups: Sequence[str]) -> None:
+        """The executor cannot reach the bulk port: what it asks for goes over the connection that it has."""
         for name in groups:
-            kept = self._kept.pop(name, None)
-            self._kept_bytes -= kept.nbytes if kept is not None else 0
+            kept = self._kept.get(name)
+            if kept is None or kept.ref is None or not isinstance(kept.message, Done):
+                continue
+            assert self._link is not None and self._outbox is not None
+            parcel = self._outbox.memory(kept.ref)
+            if parcel is not None:
+                self._link.send(GroupsDone(incarnation=self._incarnation, groups=[kept.message]), bytes(parcel))
+
+    def _forget(self, groups: Sequence[str], *, reuse: bool = False) -> None:
+        """Stop or free groups.
+
+        Args:
+            reuse: the executor reads them no longer, so their memory may be filled anew.
+        """
+        for name in groups:
+            self._drop(name, reuse=reuse)
             running = self._running.pop(name, None)
             if running is not None:
                 running[1].cancel()
+
+    def _drop(self, name: str, *, reuse: bool) -> None:
+        kept = self._kept.pop(name, None)
+        if kept is None:
+            return
+        self._kept_bytes -= kept.nbytes
+        if kept.ref is not None and self._outbox is not None:
+            self._outbox.release(kept.ref, reuse=reuse)
 
     def _bound_kept(self) -> None:
         """Forget the oldest received groups beyond `keep_bytes`; those not yet received are bounded by credits."""
         if self._kept_bytes <= self._config.rollout.keep_bytes:
             return
         for name in [name for name, kept in self._kept.items() if kept.received]:
-            self._kept_bytes -= self._kept.pop(name).nbytes
+            self._drop(name, reuse=False)
             if self._kept_bytes <= self._config.rollout.keep_bytes:
                 return
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from miles_hpc.transport.columns import (
@@ -35,8 +36,7 @@ class LengthMismatch(ValueError):
     """Fields of one sample that must be equally long are not; the text names the sample by its index."""
 
 
-@dataclass(frozen=True)
-class SampleArrays:
+class SampleArrays(msgspec.Struct, frozen=True, eq=False):
     """One finished sample, the unit that is packed.
 
     `token_ids` are prompt and response; `loss_mask` (1 where the policy generated) and `logprobs` (0 where it did not)
@@ -51,10 +51,24 @@ class SampleArrays:
     status: str = "completed"
     sample_index: int = 0
     prompt_index: int = 0
-    texts: Mapping[str, str | bytes] = field(default_factory=dict)
+    texts: Mapping[str, str | bytes] = {}
     """Bytes are UTF-8 already."""
-    extra: Mapping[str, Array] = field(default_factory=dict)
+    extra: Mapping[str, Array] = {}
     """Further per-token arrays, `[tokens, ...]`, e.g. routed experts int32."""
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """Equal for samples that can be packed together."""
+        if not self.extra:
+            return tuple(self.texts)
+        return (*self.texts, *((name, array.dtype.str, array.shape[1:]) for name, array in self.extra.items()))
+
+    @property
+    def nbytes(self) -> int:
+        """About the size of the sample in a parcel."""
+        texts = sum(len(text) for text in self.texts.values())
+        extra = sum(array.nbytes for array in self.extra.values())
+        return 9 * len(self.token_ids) + 64 + texts + extra
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +156,7 @@ class RolloutBatch:
             LengthMismatch: mask, log-probs or an extra array of a sample are not as long as its tokens.
             SchemaError: samples differ in their extra columns or texts, or a status has no code.
         """
+        check_samples(samples)
         columns = {
             name: part
             if isinstance(part, np.ndarray)
@@ -152,11 +167,7 @@ class RolloutBatch:
 
     @staticmethod
     def packing_of(samples: Sequence[SampleArrays]) -> Packing:
-        """The parcel of `pack(samples)`, with each token copied once.
-
-        Raises:
-            LengthMismatch, SchemaError: as `pack`.
-        """
+        """The parcel of `pack(samples)`, with each token copied once. The samples went through `check_samples`."""
         columns = _columns_of(samples)
         for name, empty in _EMPTY.items():
             columns[name] = columns[name] or [empty]
@@ -291,10 +302,18 @@ class RolloutBatch:
         return cls(texts=texts, extra=extra, **{name: columns[name] for name in _FLAT})
 
 
-def _columns_of(samples: Sequence[SampleArrays]) -> dict[str, Any]:
-    """Columns by name; those of tokens as one part for each sample."""
+def check_samples(samples: Sequence[SampleArrays]) -> None:
+    """What `RolloutBatch.pack` raises for these samples, if anything.
+
+    Raises:
+        LengthMismatch, SchemaError: see there.
+    """
     for index, sample in enumerate(samples):
         _check_sample(index, sample, samples[0])
+
+
+def _columns_of(samples: Sequence[SampleArrays]) -> dict[str, Any]:
+    """Columns by name; those of tokens as one part for each sample."""
     columns: dict[str, Any] = {
         "offsets": offsets_of([len(sample.token_ids) for sample in samples]),
         "span_offsets": offsets_of([len(sample.versions) for sample in samples]),
@@ -330,21 +349,26 @@ def _concat_offsets(parts: Sequence[Array]) -> Array:
 
 def _check_sample(index: int, sample: SampleArrays, first: SampleArrays) -> None:
     tokens = len(sample.token_ids)
-    lengths = {"loss_mask": len(sample.loss_mask), "logprobs": len(sample.logprobs)}
-    lengths |= {f"extra {name!r}": len(array) for name, array in sample.extra.items()}
-    for name, length in lengths.items():
-        if length != tokens:
-            raise LengthMismatch(
-                f"sample {index} has {tokens} tokens but {name} has {length}; they must be equally long"
-            )
-    if set(sample.texts) != set(first.texts) or set(sample.extra) != set(first.extra):
+    if not tokens == len(sample.loss_mask) == len(sample.logprobs) or sample.extra:
+        lengths = {"loss_mask": len(sample.loss_mask), "logprobs": len(sample.logprobs)}
+        lengths |= {f"extra {name!r}": len(array) for name, array in sample.extra.items()}
+        for name, length in lengths.items():
+            if length != tokens:
+                raise LengthMismatch(
+                    f"sample {index} has {tokens} tokens but {name} has {length}; they must be equally long"
+                )
+    if sample.texts.keys() != first.texts.keys() or sample.extra.keys() != first.extra.keys():
         raise SchemaError(
             f"sample {index} has columns {sorted([*sample.texts, *sample.extra])}, sample 0 has "
             f"{sorted([*first.texts, *first.extra])}; expected the same"
         )
     for name, array in sample.extra.items():
-        if np.asarray(array).dtype != np.asarray(first.extra[name]).dtype:
-            raise SchemaError(f"sample {index} has {name!r} of another type than sample 0; expected one")
+        mine, theirs = np.asarray(array), np.asarray(first.extra[name])
+        if mine.dtype != theirs.dtype or mine.shape[1:] != theirs.shape[1:] or mine.dtype.kind not in "biuf":
+            raise SchemaError(
+                f"sample {index} has {name!r} of type {mine.dtype} {mine.shape[1:]}, sample 0 of {theirs.dtype} "
+                f"{theirs.shape[1:]}; expected numbers of one type and width"
+            )
     if sample.status not in STATUSES:
         raise SchemaError(f"sample {index} has status {sample.status!r}; expected one of {STATUSES}")
     for version, start, end in sample.versions:

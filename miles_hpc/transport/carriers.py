@@ -73,12 +73,23 @@ class Outbox:
             id=name, nbytes=packing.nbytes, segment=segment.ref, address=self._server.address, key=self._key
         )
 
-    def release(self, ref: ParcelRef) -> None:
-        """Every consumer is done: the memory is used again. A repeat changes nothing."""
+    def release(self, ref: ParcelRef, *, reuse: bool = True) -> None:
+        """Hold a parcel no longer. A repeat changes nothing.
+
+        Args:
+            reuse: every consumer is done, and the memory may be filled anew; otherwise it lives on unchanged for those
+                that have mapped it.
+        """
         with self._lock:
             found = self._held.pop(ref.id, None)
-            if found is not None:
+            if found is not None and reuse:
                 self._pool.give(found[0])
+            elif found is not None:
+                found[0].close()
+
+    def memory(self, ref: ParcelRef) -> memoryview | None:
+        """The bytes of a parcel that is held."""
+        return self._find(ref.id)
 
     def _find(self, name: bytes) -> memoryview | None:
         with self._lock:

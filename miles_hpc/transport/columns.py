@@ -13,6 +13,9 @@ MAJOR = 1
 MINOR = 0
 """Grows with each appended column or header field; readers of an older one keep what they do not know."""
 
+_JOIN_BELOW = 256 * 1024
+"""Views of many small texts cost more than a copy of them."""
+
 Buffer = bytes | bytearray | memoryview
 Array = npt.NDArray[Any]
 
@@ -35,7 +38,10 @@ def encode_text(text: str) -> bytes:
 def text_parts(texts: Sequence[str | bytes]) -> tuple[Array, list[Array]]:
     """Texts as offsets `[n + 1] int64` and the parts of one blob, each `[bytes] uint8`; bytes are taken as they are."""
     encoded = [encode_text(text) if isinstance(text, str) else text for text in texts]
-    return offsets_of([len(item) for item in encoded]), [np.frombuffer(item, np.uint8) for item in encoded]
+    offsets = offsets_of([len(item) for item in encoded])
+    if offsets[-1] < _JOIN_BELOW:
+        return offsets, [np.frombuffer(b"".join(encoded), np.uint8)]
+    return offsets, [np.frombuffer(item, np.uint8) for item in encoded]
 
 
 def unpack_text(offsets: Array, blob: Array, index: int) -> str:

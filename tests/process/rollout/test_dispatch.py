@@ -11,9 +11,10 @@ from miles_hpc.rollout.data import Prompt
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.sample import GroupSpec
 from miles_hpc.rollout.work_messages import (
+    Done,
     FreeGroups,
-    GroupDone,
-    GroupReceived,
+    GroupsDone,
+    GroupsReceived,
     RunGroup,
     WorkBeat,
     WorkHello,
@@ -58,7 +59,8 @@ class Worker:
         return await asyncio.wait_for(self.messages.get(), 5)
 
     def done(self, group, batch, incarnation=1):
-        self.link.send(GroupDone(incarnation=incarnation, group=group, reward_calls=1), batch.packing().to_bytes())
+        done = GroupsDone(incarnation=incarnation, groups=[Done(group, len(batch), 1)])
+        self.link.send(done, batch.packing().to_bytes())
 
 
 def batch(samples=1, logprob=-1.0):
@@ -97,7 +99,7 @@ def test_a_group_goes_out_and_comes_back_and_is_freed_when_committed(tmp_path):
         assert await worker.next() == order("g1")
         for _ in range(2):  # a repeat is acknowledged again, and used once
             worker.done("g1", batch())
-            assert await worker.next() == GroupReceived(incarnation=1, group="g1")
+            assert await worker.next() == GroupsReceived(incarnation=1, groups=["g1"])
         assert list(collector.results) == ["g1"] and collector.reward_calls == 1
         dispatcher.settle(["g1"], "committed")
         assert await worker.next() == FreeGroups(incarnation=1, groups=["g1"], reason="committed")

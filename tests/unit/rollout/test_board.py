@@ -28,7 +28,7 @@ def counts(made):
 def test_groups_go_to_the_worker_with_the_most_free_credits_and_never_beyond_them():
     made = board(A, B, credits=2)
     assert made.add(["g1", "g2", "g3", "g4", "g5"]) == [Run(A, "g1"), Run(B, "g2"), Run(A, "g3"), Run(B, "g4")]
-    assert made.on_done(B, "g2", 1.0) == (True, [Run(B, "g5")])
+    assert made.on_done(B, ["g2"], 1.0) == (["g2"], [Run(B, "g5")])
 
 
 def test_groups_wait_while_no_worker_is_connected():
@@ -44,7 +44,7 @@ def test_groups_of_a_lost_worker_go_to_another_before_all_that_wait():
     made.add(["g1", "g2", "g3"])
     made.on_hello(B, "worker-b", G1, 2, [], 0.0)
     assert made.on_lost(A) == [Run(B, "g1")]
-    assert made.on_done(B, "g1", 1.0) == (True, [Run(B, "g2")])
+    assert made.on_done(B, ["g1"], 1.0) == (["g1"], [Run(B, "g2")])
     assert counts(made) == {
         "dispatched": 5,
         "committed": 0,
@@ -59,8 +59,8 @@ def test_a_silent_worker_may_still_deliver_first_and_the_other_is_told_to_stop()
     made.add(["g1"])
     made.on_beat(B, [], 11.0)
     assert made.on_tick(11.0) == [Run(B, "g1")]
-    assert made.on_done(A, "g1", 12.0) == (True, [Free(B, ("g1",), "duplicate")])
-    assert made.on_done(B, "g1", 12.0) == (False, [Free(B, ("g1",), "duplicate")])
+    assert made.on_done(A, ["g1"], 12.0) == (["g1"], [Free(B, ("g1",), "duplicate")])
+    assert made.on_done(B, ["g1"], 12.0) == ([], [Free(B, ("g1",), "duplicate")])
     assert counts(made)["dropped"] == {"duplicate": 1}
 
 
@@ -75,7 +75,7 @@ def test_a_silent_worker_that_speaks_again_gets_back_what_nobody_has():
 def test_a_worker_that_reconnects_keeps_what_it_holds_and_only_that():
     made = board(A, credits=3)
     made.add(["g1", "g2", "g3"])
-    made.on_done(A, "g3", 1.0)
+    made.on_done(A, ["g3"], 1.0)
     assert made.on_hello(B, "worker-a", G1, 3, ["g1", "g3", "gone"], 2.0) == [
         Free(B, ("gone",), "superseded"),
         Run(B, "g2"),
@@ -96,8 +96,8 @@ def test_a_new_generation_of_a_worker_holds_nothing_of_the_old_one():
 def test_a_repeat_of_a_received_group_by_its_keeper_changes_nothing():
     made = board(A)
     made.add(["g1"])
-    assert made.on_done(A, "g1", 1.0)[0]
-    assert made.on_done(A, "g1", 1.0) == (False, [])
+    assert made.on_done(A, ["g1"], 1.0)[0]
+    assert made.on_done(A, ["g1"], 1.0) == ([], [])
 
 
 def test_a_group_that_failed_is_dropped_with_its_reason():
@@ -114,13 +114,13 @@ def test_a_failure_of_a_worker_whose_lease_has_ended_does_not_end_the_group():
     made.on_beat(B, [], 11.0)
     made.on_tick(11.0)
     assert made.on_failed(A, "g1", "generation_failed", 12.0) == (False, [Free(A, ("g1",), "superseded")])
-    assert made.on_done(B, "g1", 12.0)[0]
+    assert made.on_done(B, ["g1"], 12.0)[0]
 
 
 def test_evaluation_is_never_counted():
     made = board(A)
     made.add(["v1", "v2"], counted=False)
-    made.on_done(A, "v1", 1.0)
+    made.on_done(A, ["v1"], 1.0)
     made.on_lost(A)
     made.settle(["v1", "v2"], "done")
     assert counts(made) == {"dispatched": 0, "committed": 0, "returned": 0, "dropped": {}, "in_flight": 0}
@@ -129,7 +129,7 @@ def test_evaluation_is_never_counted():
 def test_messages_of_an_unknown_peer_change_nothing():
     made = board()
     made.add(["g1"])
-    assert made.on_done(A, "g1", 0.0) == (False, [])
+    assert made.on_done(A, ["g1"], 0.0) == ([], [])
     assert made.on_failed(A, "g1", "lost", 0.0) == (False, [])
     assert made.on_beat(A, ["g1"], 0.0) == [] and made.on_lost(A) == []
     assert made.groups == ["g1"]
@@ -220,7 +220,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @rule(peer=peers, group=groups)
     def deliver(self, peer, group):
         if peer in self.alive and group in self.alive[peer][2]:
-            first, actions = self.board.on_done(peer, group, self.now)
+            first, actions = self.board.on_done(peer, [group], self.now)
             if first:
                 assert group not in self.used and group not in self.ended
                 self.used.append(group)
@@ -259,7 +259,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.obey(self.board.on_hello(b"last", "w9", G1, 1000, [], self.now))
         for group in self.board.groups:
             if group not in self.used:
-                first, actions = self.board.on_done(b"last", group, self.now)
+                first, actions = self.board.on_done(b"last", [group], self.now)
                 assert first
                 self.obey(actions)
         self.obey(self.board.settle(self.board.groups, "committed"))

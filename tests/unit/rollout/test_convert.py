@@ -9,8 +9,8 @@ from hypothesis.extra import numpy as hnp
 
 from miles_hpc.config.schema import TrainConfig
 from miles_hpc.rollout.convert import Generations, TrainBatch, TrainData, UnevenSplit, advantages_of
+from miles_hpc.rollout.groups import Gathered
 from miles_hpc.rollout.metrics import pass_at_k, rollout_metrics
-from miles_hpc.rollout.sample import group_digest, group_versions
 from miles_hpc.rollout.split import split_samples
 from miles_hpc.transport.batch import RolloutBatch, SampleArrays
 from miles_hpc.transport.columns import SchemaError
@@ -37,7 +37,13 @@ def group(rewards, prompt=2, response=3, status="completed", version=4):
 
 
 def data(*rewards, **train):
-    return TrainData([group(r) for r in rewards], rollout_id=3, weight_version=7, train=TrainConfig(**train))
+    return TrainData(
+        Gathered.alone([group(r) for r in rewards]), rollout_id=3, weight_version=7, train=TrainConfig(**train)
+    )
+
+
+def generations(*groups):
+    return Generations(Gathered.alone(groups))
 
 
 def shards(made, size):
@@ -47,7 +53,7 @@ def shards(made, size):
 @settings(deadline=None)
 @given(hnp.arrays(np.float32, st.integers(1, 16), elements=st.floats(-100, 100, width=32)), st.booleans())
 def test_advantages_of_a_group_sum_to_nothing_and_keep_the_order(rewards, normalize):
-    advantages = advantages_of(Generations([group(rewards)]), "grpo", normalize=normalize)
+    advantages = advantages_of(generations(group(rewards)), "grpo", normalize=normalize)
     assert advantages.dtype == np.float32 and abs(advantages.sum(dtype=np.float64)) < 1e-3
     order = np.argsort(rewards, kind="stable")
     assert (np.diff(advantages[order]) >= 0).all()
@@ -56,14 +62,14 @@ def test_advantages_of_a_group_sum_to_nothing_and_keep_the_order(rewards, normal
 
 
 def test_a_group_of_equal_rewards_teaches_nothing():
-    assert advantages_of(Generations([group([1, 1, 1])]), "grpo", normalize=True).tolist() == [0, 0, 0]
+    assert advantages_of(generations(group([1, 1, 1])), "grpo", normalize=True).tolist() == [0, 0, 0]
 
 
 def test_each_estimator_gives_its_own_advantages():
     groups = [group([0, 1, 2]), group([4, 4, 4])]
 
     def plain(name, normalize=False):
-        return [round(float(value), 3) for value in advantages_of(Generations(groups), name, normalize=normalize)]
+        return [round(float(value), 3) for value in advantages_of(generations(*groups), name, normalize=normalize)]
 
     assert plain("none") == [0, 1, 2, 4, 4, 4]
     assert plain("grpo") == plain("gspo") == [-1, 0, 1, 0, 0, 0]
@@ -80,10 +86,10 @@ def several(rewards, generations):
 
 
 def test_samples_of_one_generation_share_its_advantage_and_count_once():
-    made = advantages_of(Generations([several([1, 1, 0], [0, 0, 1])]), "grpo", normalize=False)
+    made = advantages_of(generations(several([1, 1, 0], [0, 0, 1])), "grpo", normalize=False)
     assert made.tolist() == [0.5, 0.5, -0.5]
     with pytest.raises(ValueError, match=r"generation 0 of group 0 have rewards 1 and 0"):
-        Generations([several([1, 0], [0, 0])])
+        generations(several([1, 0], [0, 0]))
 
 
 def test_ranks_get_equal_shares_of_the_same_samples():
@@ -106,10 +112,12 @@ def test_further_columns_reach_the_ranks_and_must_be_the_same_in_all_groups():
             [SampleArrays([1, 2], [0, 1], [0, -1], 1.0, extra={"routed": np.array([[1, 2], [3, 4]], dtype)})]
         )
 
-    made = TrainData([routed(np.int32)] * 2, rollout_id=0, weight_version=0, train=TrainConfig())
+    made = TrainData(Gathered.alone([routed(np.int32)] * 2), rollout_id=0, weight_version=0, train=TrainConfig())
     assert shards(made, 2)[1].extra["routed"].tolist() == [[1, 2], [3, 4]]
     with pytest.raises(SchemaError, match=r"group 1 of the rollout has extra columns \{'routed': 'int64'\}"):
-        TrainData([routed(np.int32), routed(np.int64)], rollout_id=0, weight_version=0, train=TrainConfig())
+        TrainData(
+            Gathered.alone([routed(np.int32), routed(np.int64)]), rollout_id=0, weight_version=0, train=TrainConfig()
+        )
 
 
 def test_samples_that_do_not_divide_are_refused_with_both_settings():
@@ -133,7 +141,7 @@ def test_something_else_is_refused():
     with pytest.raises(SchemaError, match="lacks"):
         TrainBatch.from_parcel(Packing("train_batch", {"offsets": np.zeros(1, np.int64)}).to_bytes())
     with pytest.raises(ValueError, match="no groups"):
-        TrainData([], rollout_id=1, weight_version=1, train=TrainConfig())
+        TrainData(Gathered.alone([]), rollout_id=1, weight_version=1, train=TrainConfig())
 
 
 lengths = hnp.arrays(np.int64, st.integers(1, 8).map(lambda n: 12 * n), elements=st.integers(0, 500))
@@ -161,7 +169,7 @@ def test_balanced_ranks_have_about_as_many_tokens():
 
 def test_metrics_count_generated_tokens_and_kinds_of_groups():
     groups = [group([0, 0]), group([0, 1], response=5, status="truncated")]
-    metrics = rollout_metrics(groups, Generations(groups))
+    metrics = rollout_metrics(groups, generations(*groups))
     assert metrics == {
         "response_tokens_mean": 4.0,
         "response_tokens_median": 4.0,
@@ -181,7 +189,7 @@ def test_metrics_count_generated_tokens_and_kinds_of_groups():
 
 
 def test_pass_at_k_counts_complete_groups_only_and_is_unbiased():
-    assert pass_at_k(Generations([group([1, 0, 0, 0]), group([0, 0, 0, 0]), group([1])])) == {
+    assert pass_at_k(generations(group([1, 0, 0, 0]), group([0, 0, 0, 0]), group([1]))) == {
         "pass@1": 0.125,
         "pass@2": 0.25,
         "pass@4": 0.5,
@@ -190,8 +198,7 @@ def test_pass_at_k_counts_complete_groups_only_and_is_unbiased():
 
 def test_a_digest_covers_tokens_mask_and_rewards_only():
     base = group([0, 1])
-    assert group_digest(group([0, 1], version=9)) == group_digest(base)
-    assert group_versions(group([0, 1], version=9)) == [9]
-    assert (
-        len({group_digest(g) for g in (base, group([1, 0]), group([0, 1], prompt=3), group([0, 1], response=2))}) == 4
-    )
+    others = [group([1, 0]), group([0, 1], prompt=3), group([0, 1], response=2)]
+    assert Gathered.alone([group([0, 1], version=9)]).digests() == Gathered.alone([base]).digests()
+    assert Gathered.alone([group([0, 1], version=9)]).versions() == [[9]]
+    assert len(set(Gathered.alone([base, *others]).digests())) == 4

@@ -192,7 +192,7 @@ def run_group(generate=single_turn, rewards=(0.0, 1.0), ctx=None):
         weight_version=3,
     )
     run = GroupRun(order, ctx.config, ctx.services, generate, Rewards(*rewards))
-    return run, RolloutBatch.from_parcel(asyncio.run(asyncio.wait_for(run.run(), 10)).to_bytes())
+    return run, RolloutBatch.pack(asyncio.run(asyncio.wait_for(run.run(), 10)))
 
 
 def failed(match, **arguments):

@@ -121,7 +121,7 @@ def test_a_version_span_outside_the_sample_is_named():
 
 
 def test_mixed_column_types_are_refused():
-    with pytest.raises(SchemaError, match="another type"):
+    with pytest.raises(SchemaError, match="sample 0 of int32 .*one type and width"):
         RolloutBatch.pack([sample(extra={"x": np.zeros(3, np.int32)}), sample(extra={"x": np.zeros(3, np.float32)})])
     left = RolloutBatch.pack([sample(extra={"x": np.zeros(3, np.int32)})])
     right = RolloutBatch.pack([sample(extra={"x": np.zeros(3, np.int64)})])

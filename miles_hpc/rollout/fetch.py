@@ -1,0 +1,90 @@
+"""Parcels of finished groups, fetched from the workers that keep them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import threading
+
+from miles_hpc.transport.bulk import BulkClient, BulkError, BulkTimeout
+from miles_hpc.transport.carriers import ParcelRef
+from miles_hpc.transport.segments import SegmentMaps, SegmentUnreachable
+from miles_hpc.wire.address import HostAndPort
+
+_PULL_S = 30.0
+
+
+class ParcelFetcher:
+    """Maps parcels of this node and pulls those of others. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._maps = SegmentMaps()
+        self._clients: dict[HostAndPort, tuple[BulkClient, asyncio.Lock]] = {}
+        self._unreachable: set[tuple[HostAndPort, bytes]] = set()
+
+    def view(self, ref: ParcelRef) -> memoryview | None:
+        """A parcel of this node, read-only; valid until its group is committed. None: it must be pulled."""
+        try:
+            return self._maps.view(ref.segment, ref.nbytes)
+        except SegmentUnreachable:
+            return None
+
+    async def pull(self, ref: ParcelRef) -> memoryview:
+        """A parcel in memory of its own.
+
+        Raises:
+            BulkError: it did not come. From a port that was silent nothing is asked again.
+        """
+        if (ref.address, ref.key) in self._unreachable:
+            raise BulkTimeout(f"{ref.address.netloc} did not answer before")
+        client, lock = self._client(ref)
+        memory = memoryview(mmap.mmap(-1, ref.nbytes))
+        async with lock:
+            try:
+                await _in_thread(client, ref.id, memory)
+            except BulkTimeout:
+                self._unreachable.add((ref.address, ref.key))
+                raise
+        return memory.toreadonly()
+
+    def _client(self, ref: ParcelRef) -> tuple[BulkClient, asyncio.Lock]:
+        found = self._clients.get(ref.address)
+        if found is not None and found[0].key == ref.key:
+            return found
+        if found is not None and not found[1].locked():
+            found[0].close()
+        self._clients[ref.address] = made = BulkClient(ref.address, ref.key), asyncio.Lock()
+        return made
+
+    def close(self) -> None:
+        """Close the connections that are not in use; the others end with the process."""
+        for client, lock in self._clients.values():
+            if not lock.locked():
+                client.close()
+
+
+async def _in_thread(client: BulkClient, parcel: bytes, into: memoryview) -> None:
+    """`client.pull` in a thread that does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def end(error: BulkError | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        failure = None
+        try:
+            client.pull(parcel, into, _PULL_S)
+        except BulkError as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(end, failure)
+
+    threading.Thread(target=work, name="pull", daemon=True).start()
+    await done
