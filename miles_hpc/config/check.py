@@ -153,6 +153,12 @@ def _data(config: Config) -> Found:
             ("reward.function", "data.reasoning_gym"),
             'reward.function = "reasoning_gym" scores the problems of [data.reasoning_gym] alone: set that table',
         )
+    if config.reward.scope != "sample" and config.reward.function in BUILT_IN_REWARDS:
+        yield (
+            ("reward.scope", "reward.function"),
+            f'reward.scope = "{config.reward.scope}" with reward.function = "{config.reward.function}", which takes '
+            "one sample: name a function of your own that takes a list",
+        )
     if config.reward.function == "remote_http" and not config.reward.url:
         yield (("reward.function", "reward.url"), 'reward.function = "remote_http" needs reward.url: set it')
     if not data.prompt_key:

@@ -203,9 +203,14 @@ class RewardConfig(_Section, frozen=True):
         _d("`exact_match`, `math_verify`, `reasoning_gym`, `remote_http`, or a dotted path `module:function`."),
     ] = "exact_match"
     scope: Annotated[
-        Literal["sample", "group"],
-        _d("`group`: the function gets the list of a group's samples and returns their rewards."),
+        Literal["sample", "group", "batch"],
+        _d(
+            "`group`: the function gets the list of a group's samples and returns their rewards; `batch`: a list "
+            "of what has gathered from all groups of a worker."
+        ),
     ] = "sample"
+    batch_size: Annotated[PositiveInt, _d("scope batch: most samples of one call.")] = 64
+    batch_wait_s: Annotated[float, Meta(ge=0), _d("scope batch: how long the first sample of a call waits.")] = 0.1
     url: Annotated[str, _d("remote_http: where prompt, response and label are posted to as JSON.")] = ""
     timeout_s: Annotated[PositiveFloat, _d("Deadline of one call.")] = 60.0
     max_failure_rate: Annotated[float, Meta(ge=0, le=1), _d("Share of failed calls in a step that ends the run.")] = 0.2

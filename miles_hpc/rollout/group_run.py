@@ -107,8 +107,9 @@ class GroupRun:
         finished = await (self._alone(samples[0]) if len(samples) == 1 else self._side_by_side(samples))
         if any(sample.status == "aborted" for sample in finished):
             raise GroupInterrupted([PartialSample.of(sample) for sample in finished])
-        if self._config.reward.scope == "group" and not self.order.evaluation:
+        if self._group_reward:
             await self._score_group(finished)
+        self._check_generations(finished)
         self._filter(finished)
         try:
             packed = [self._packed(sample) for sample in finished]
@@ -202,7 +203,7 @@ class GroupRun:
 
     @property
     def _group_reward(self) -> bool:
-        return self._config.reward.scope == "group" and not self.order.evaluation
+        return self._config.reward.scope == "group"
 
     async def _generate_sample(self, sample: Sample, stage: Callable[[str], None]) -> list[Sample]:
         """The samples of one generation, checked. One that is complete already is left as it is."""
@@ -247,6 +248,18 @@ class GroupRun:
             raise GroupError(_reason(error), f"group {self.order.spec.id}: {error}") from error
         for sample, reward in zip(samples, rewards, strict=True):
             sample.reward = reward
+
+    def _check_generations(self, samples: list[Sample]) -> None:
+        """Samples of one generation are one answer and have one reward."""
+        found: dict[int, float | None] = {}
+        for sample in samples:
+            if found.setdefault(sample.index, sample.reward) != sample.reward:
+                raise GroupError(
+                    "invalid_sample",
+                    f"group {self.order.spec.id}: samples of generation {sample.index} have rewards "
+                    f"{found[sample.index]} and {sample.reward}; they are one answer: set their reward in the generate "
+                    f"function, or have them scored equally",
+                )
 
     def _filter(self, samples: list[Sample]) -> None:
         if self.order.evaluation:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from miles_hpc.rollout.rewards import checked, pack_message, reward_function
+from miles_hpc.rollout.rewards import pack_message, plain, reward_function
 from miles_hpc.rollout.sample import Sample
 
 
@@ -29,11 +29,7 @@ def main(argv: list[str]) -> int:
     while len(head := questions.read(4)) == 4:
         sample = decoder.decode(questions.read(struct.unpack("<I", head)[0]))
         try:
-            value = function(sample)
-            answer: tuple[str, Any] = (
-                "",
-                [checked(one) for one in value] if isinstance(sample, list) else checked(value),
-            )
+            answer: tuple[str, Any] = ("", plain(function(sample)))
         except Exception:
             answer = (traceback.format_exc(), None)
         answers.write(pack_message(answer))

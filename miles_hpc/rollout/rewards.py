@@ -10,12 +10,13 @@ import os
 import struct
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from miles_hpc.rollout.functions import load_function
+from miles_hpc.rollout.reward_batches import RewardBatches
 from miles_hpc.rollout.sample import Sample
 from miles_hpc.rollout.time_limit import timeout
 
@@ -84,19 +85,41 @@ def reward_function(path: str) -> Callable[[Sample], float | Awaitable[float]]:
     return BUILT_IN.get(path) or load_function(path, KEY)
 
 
-def checked(value: Any) -> float:
-    """A reward as a float.
+class Reward(float):
+    """A finite reward. `category` is a word that the function sorted the answer under, for the step's metrics."""
+
+    category: str = ""
+
+
+def checked(value: Any) -> Reward:
+    """What a function returned as a reward: a number, or {"reward": number, "category": word}.
 
     Raises:
         RewardError: it is no number, or not finite.
     """
+    number, category = value, ""
+    if isinstance(value, Mapping):
+        number, category = value.get("reward"), str(value.get("category", ""))
     try:
-        reward = float(value)
+        reward = Reward(number)
     except (TypeError, ValueError) as error:
         raise RewardError(f"the reward is {value!r:.80}; expected a number") from error
     if not math.isfinite(reward):
-        raise RewardError(f"the reward is {reward}; expected a finite number")
+        raise RewardError(f"the reward is {float(reward)}; expected a finite number")
+    reward.category = category
     return reward
+
+
+def plain(value: Any) -> Any:
+    """What a function returned, in a form that leaves its process; judged by `checked` where it arrives."""
+    if isinstance(value, Mapping):
+        return {"reward": plain(value.get("reward")), "category": str(value.get("category", ""))}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return f"{value!r:.80}"
 
 
 class Scorer:
@@ -110,12 +133,22 @@ class Scorer:
         timeout_s: `reward.timeout_s`, counted from when the function begins.
         processes: that run a plain function at once.
         url: of `remote_http`.
+        batch_size, batch_wait_s: above 0, the function takes samples of all groups at once; see `RewardBatches`.
 
     Raises:
         FunctionPathError: the path cannot be imported.
     """
 
-    def __init__(self, path: str, *, timeout_s: float, processes: int = 2, url: str = "") -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        timeout_s: float,
+        processes: int = 2,
+        url: str = "",
+        batch_size: int = 0,
+        batch_wait_s: float = 0.0,
+    ) -> None:
         self._path = path
         self._timeout_s = timeout_s
         self._inline: Callable[[Sample], float] | None = None
@@ -123,6 +156,7 @@ class Scorer:
         self._idle: asyncio.Queue[_RewardProcess | None] = asyncio.Queue()
         self._processes: set[_RewardProcess] = set()
         self._remote: RemoteReward | None = None
+        self._batches = RewardBatches(self._call_many, size=batch_size, wait_s=batch_wait_s) if batch_size else None
         if path == "exact_match":
             self._inline = exact_match
         elif path == "remote_http":
@@ -134,28 +168,34 @@ class Scorer:
             for _ in range(processes):
                 self._idle.put_nowait(None)
 
-    async def score(self, sample: Sample) -> float:
+    async def score(self, sample: Sample) -> Reward:
         """The reward of a finished sample.
 
         Raises:
             RewardTimeout: the function hung.
             RewardError: it raised, or returned something else than a finite number.
         """
+        if self._batches is not None:
+            return checked(await self._batches.score(sample))
         return checked(await self._call(sample, f"sample {sample.index} of group {sample.group}"))
 
-    async def score_group(self, samples: list[Sample]) -> list[float]:
+    async def score_group(self, samples: list[Sample]) -> list[Reward]:
         """The rewards of a group, when the function takes the list of its samples (`reward.scope = "group"`).
 
         Raises:
             RewardTimeout, RewardError: as `score`, and when it does not return one reward for each sample.
         """
-        answer = await self._call(samples, f"group {samples[0].group}")
+        return [checked(value) for value in await self._call_many(samples)]
+
+    async def _call_many(self, samples: list[Sample]) -> list[Any]:
+        groups = sorted({sample.group for sample in samples})
+        answer = await self._call(samples, f"{len(samples)} samples of group {groups[0]}{' …' if groups[1:] else ''}")
         if not isinstance(answer, list | tuple) or len(answer) != len(samples):
             raise RewardError(
                 f"{KEY} = {self._path!r} returned {answer!r:.80} for {len(samples)} samples; expected a list of as "
                 f"many numbers"
             )
-        return [checked(value) for value in answer]
+        return list(answer)
 
     async def _call(self, what: Any, name: str) -> Any:
         try:
@@ -198,7 +238,9 @@ class Scorer:
         await process.kill()
 
     async def close(self) -> None:
-        """Kill the reward processes."""
+        """End calls that gather, and kill the reward processes."""
+        if self._batches is not None:
+            await self._batches.close()
         for process in list(self._processes):
             await self._discard(process)
         if self._remote is not None:

@@ -89,7 +89,14 @@ class RolloutWorker:
         self._hub = hub
         self._services = Services(config, lambda: hub.pools, env.run_dir, env.attempt)
         self._generate: GenerateFunction = generate_function(config.rollout.generate)
-        self._scorer = Scorer(config.reward.function, timeout_s=config.reward.timeout_s, url=config.reward.url)
+        reward = config.reward
+        self._scorer = Scorer(
+            reward.function,
+            timeout_s=reward.timeout_s,
+            url=reward.url,
+            batch_size=reward.batch_size if reward.scope == "batch" else 0,
+            batch_wait_s=reward.batch_wait_s,
+        )
         self._filters = [Filter(path) for path in config.rollout.filters]
         self._eval_functions: dict[str, GenerateFunction] = {}
         rollout = config.rollout
