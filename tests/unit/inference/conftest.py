@@ -65,7 +65,7 @@ class FakeEngine:
         if path == "/health":
             return web.Response(status=200 if self.healthy else 503)
         if path == "/openapi.json" and self.openapi is not None:
-            return web.json_response({"paths": dict.fromkeys(self.openapi, {})})
+            return web.json_response({"paths": {path: {} for path in self.openapi}})
         if path == "/model_info":
             return web.json_response({"model_path": self.path, "weight_version": self.label})
         if path == "/ready":
