@@ -19,6 +19,7 @@ def rollout_worker_spec(config: Config) -> CommandWorkerSpec:
         ROLLOUT_WORKER_POOL,
         "miles_hpc.rollout.run_worker",
         scheduling=SchedulingSpec(num_cells=config.rollout.workers, num_cpus_per_worker=0.5),
+        port_infos=(PortInfo(name="bulk"),),
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 import zmq
 
@@ -16,12 +17,14 @@ from miles_hpc.rollout.work_messages import (
     GroupsDone,
     GroupsReceived,
     RunGroup,
+    SendInline,
     WorkBeat,
     WorkHello,
     WorkWelcome,
 )
 from miles_hpc.rollout.work_socket import WorkLink
 from miles_hpc.transport.batch import RolloutBatch, SampleArrays
+from miles_hpc.transport.carriers import Outbox
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import CellAddrs
@@ -61,6 +64,28 @@ class Worker:
     def done(self, group, batch, incarnation=1):
         done = GroupsDone(incarnation=incarnation, groups=[Done(group, len(batch), 1)])
         self.link.send(done, batch.packing().to_bytes())
+
+
+class KeepingWorker(Worker):
+    """One that keeps its groups' parcels in shared memory."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.outbox = Outbox(ANY)
+
+    def offer(self, group, **elsewhere):
+        made = batch()
+        ref = self.outbox.offer(made.packing())
+        ref = msgspec.structs.replace(ref, **{name: change(ref) for name, change in elsewhere.items()})
+        self.link.send(GroupsDone(incarnation=1, groups=[Done(group, len(made))], ref=ref))
+
+    def close(self):
+        self.outbox.close()
+        self.link.close()
+
+
+def on_another_node(ref):
+    return msgspec.structs.replace(ref.segment, boot_id="another")
 
 
 def batch(samples=1, logprob=-1.0):
@@ -110,6 +135,52 @@ def test_a_group_goes_out_and_comes_back_and_is_freed_when_committed(tmp_path):
             "dropped": {},
         }
         worker.link.close()
+
+    scenario(tmp_path, body)
+
+
+def test_a_parcel_that_stays_at_its_worker_is_mapped_or_pulled_or_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("miles_hpc.rollout.fetch._PULL_S", 0.2)
+
+    async def body(dispatcher, running):
+        worker, collector = KeepingWorker(dispatcher.address, tmp_path), Collector("r")
+        dispatcher.dispatch([order("g1"), order("g2")], collector)
+        assert [await worker.next() for _ in range(3)] == [WorkWelcome(incarnation=1), order("g1"), order("g2")]
+        worker.offer("g1")
+        assert await worker.next() == GroupsReceived(incarnation=1, groups=["g1"])
+        worker.offer("g2", segment=on_another_node)
+        assert await worker.next() == GroupsReceived(incarnation=1, groups=["g2"])
+        for name in ("g1", "g2"):
+            assert collector.results[name].batch.token_ids.tolist() == [1, 2]
+        dispatcher.settle(["g1", "g2"], "committed")
+        await worker.next()
+        dispatcher.dispatch([order("g3")], collector)
+        assert await worker.next() == order("g3")
+        # Nothing answers there: the worker sends it on the connection that it has.
+        worker.offer("g3", segment=on_another_node, address=lambda ref: HostAndPort("127.0.0.1", 9))
+        assert await worker.next() == SendInline(incarnation=1, groups=["g3"])
+        worker.done("g3", batch())
+        assert await worker.next() == GroupsReceived(incarnation=1, groups=["g3"])
+        worker.close()
+
+    scenario(tmp_path, body)
+
+
+def test_groups_of_one_parcel_are_taken_one_by_one(tmp_path):
+    async def body(dispatcher, running):
+        worker, collector = Worker(dispatcher.address, tmp_path, credits=4), Collector("r")
+        dispatcher.dispatch([order(name) for name in ("g1", "g2", "g3", "g4")], collector)
+        for _ in range(5):
+            await worker.next()
+        parts = [batch(), batch(samples=2), batch(logprob=float("inf"))]
+        done = GroupsDone(incarnation=1, groups=[Done(f"g{n + 1}", len(part), 1) for n, part in enumerate(parts)])
+        worker.link.send(done, RolloutBatch.concat(parts).packing().to_bytes())
+        freed = [(await worker.next()).groups for _ in range(2)]
+        assert freed == [["g2"], ["g3"]] and collector.dropped == {"invalid_sample": 2}
+        assert await worker.next() == GroupsReceived(incarnation=1, groups=["g1"])
+        worker.link.send(GroupsDone(incarnation=1, groups=[Done("g4", 1)]), b"no parcel at all")
+        assert (await worker.next()).groups == ["g4"]
+        assert list(collector.results) == ["g1"] and collector.open == set()
 
     scenario(tmp_path, body)
 
