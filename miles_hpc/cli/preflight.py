@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -13,12 +12,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from miles_hpc.cli.capabilities import check_capabilities
 from miles_hpc.cli.exits import one_line
 from miles_hpc.config.check import check
 from miles_hpc.config.errors import ConfigError, ConflictError
 from miles_hpc.config.load import Loaded, load_with_origins
 from miles_hpc.config.schema import Config
+from miles_hpc.specs.models import served_models
 from miles_hpc.specs.runtime import own_env, python_of
+from miles_hpc.wire.security import SecurityError, read_engine_key
 
 _IMPORT_TIMEOUT_S = 300.0
 _EXTRAS = {
@@ -78,10 +80,12 @@ def preflight(loaded: Loaded, *, elsewhere: bool = False) -> list[str]:
     config = loaded.config
     _check_prompts(loaded)
     _check_model(loaded)
+    _check_other_models(loaded)
+    _check_engine_keys(loaded)
     if not (elsewhere and config.slurm.container is not None):
         _check_interpreters(loaded)
         _check_packages(loaded)
-        _check_versions(loaded)
+        check_capabilities(loaded)
         _check_dotted_paths(loaded)
     if not elsewhere:
         _check_ports(loaded)
@@ -117,24 +121,46 @@ def _check_model(loaded: Loaded) -> None:
             f"{where}: model.chat_template = {model.chat_template!r}: no such file: "
             "name a jinja template, or leave the key out to use the tokenizer's own"
         )
-    if not model.path:
-        return
-    start = f"{loaded.origin(['model.path'])}: model.path = {model.path!r}"
-    path = Path(model.path)
+    if model.path:
+        _check_model_dir(loaded, "model.path", model.path, model.chat_template)
+
+
+def _check_other_models(loaded: Loaded) -> None:
+    for name, model in loaded.config.models.items():
+        _check_model_dir(loaded, f"models.{name}.path", model.path, model.chat_template)
+
+
+def _check_model_dir(loaded: Loaded, key: str, text: str, chat_template: str) -> None:
+    start = f"{loaded.origin([key])}: {key} = {text!r}"
+    path = Path(text)
     if not path.is_dir():
         raise ConfigError(
-            f"{start}: no such directory: download the model first and name its directory, or use [model.make]"
+            f"{start}: no such directory: download the model first and name its directory"
+            + (", or use [model.make]" if key == "model.path" else "")
         )
     if not (path / "config.json").is_file():
         raise ConfigError(f"{start}: holds no config.json: name a HF model directory")
     from miles_hpc.engine.chat_tokenizer import ChatTokenizer, ModelDirError
 
     try:
-        ChatTokenizer(path, model.chat_template)
+        ChatTokenizer(path, chat_template, require_template=key == "model.path")
     except ModelDirError as error:
         raise ConfigError(f"{start}: {error}") from error
     if loaded.config.inference.engine != "fake" and not any(path.glob("*.safetensors")) | any(path.glob("*.bin")):
         raise ConfigError(f"{start}: holds no weights (*.safetensors): copy them there")
+
+
+def _check_engine_keys(loaded: Loaded) -> None:
+    config = loaded.config
+    tables = {"inference": config.inference.external, **{f"models.{n}": m.external for n, m in config.models.items()}}
+    for where, engines in tables.items():
+        for name, engine in engines.items():
+            key = f"{where}.external.{name}.key_file"
+            try:
+                if engine.key_file:
+                    read_engine_key(Path(engine.key_file))
+            except SecurityError as error:
+                raise ConfigError(f"{loaded.origin([key])}: {key}: {error}") from error
 
 
 def _check_interpreters(loaded: Loaded) -> None:
@@ -162,53 +188,17 @@ def _check_packages(loaded: Loaded) -> None:
             )
 
 
-_OLDEST = {
-    "sglang": ("0.5.23", "weight updates in sessions, and weight versions by token"),
-    "sglang_router": ("0.3.2", "/workers"),
-}
-"""What an installed version must have at least, and what of it is used."""
-_VERSIONS = (
-    "import importlib.metadata as m, json, sys; "
-    "print(json.dumps({n: next((d.version for d in m.distributions() if d.name.replace('-', '_') == n), '') "
-    "for n in sys.argv[1:]}))"
-)
-
-
-def _check_versions(loaded: Loaded) -> None:
-    """A real SGLang or router that lacks what we call is refused here, not met in the middle of an update."""
-    for kind, name, key, remedy in _asked(loaded.config):
-        if name not in _OLDEST:
-            continue
-        python, (oldest, why) = python_of(loaded.config, kind), _OLDEST[name]
-        done = subprocess.run(
-            [python, "-c", _VERSIONS, name],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_TIMEOUT_S,
-            check=False,
-        )
-        found = json.loads(done.stdout)[name] if done.returncode == 0 else ""
-        # A version that cannot be read (an editable install of one's own) is left to its owner.
-        if found and _numbers(found) < _numbers(oldest):
-            raise ConfigError(
-                f"{loaded.origin([key])}: {key}: {name} {found} of {python} is too old: {oldest} or newer has {why}; "
-                f"upgrade it{remedy}"
-            )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
-
-
 def _asked(config: Config) -> Iterator[tuple[str, str, str, str]]:
     """(runtime kind, package, key that asks for it, another remedy)."""
-    yield "router", "sglang_router", "inference.router_policy", ", or set runtimes.router.python"
+    asks = not config.rollout.load_debug
+    starts_engines = asks and any(model.groups for model in served_models(config))
+    if asks:
+        yield "router", "sglang_router", "inference.router_policy", ", or set runtimes.router.python"
     engine = f"inference.engine = {config.inference.engine!r}"
-    if config.inference.engine == "embedded":
+    if config.inference.engine == "embedded" and starts_engines:
         for name in ("torch", "transformers"):
             yield "engine", name, "inference.engine", f" ({engine}), or set runtimes.engine.python"
-    if config.inference.engine == "sglang":
+    if config.inference.engine == "sglang" and starts_engines:
         yield "engine", "sglang", "inference.engine", f" ({engine}), or set runtimes.engine.python"
     if config.train.trainer == "torch" and config.mode in ("sync", "async"):
         for name in ("torch", "transformers"):
