@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from .conftest import unaccounted
+
 COMMAND = [sys.executable, "-m", "miles_hpc.cli", "run"]
 
 
@@ -69,6 +71,7 @@ def measured(run_dir: Path, *words: str, timeout_s: float = 120.0) -> Measured:
             process.terminate()
             process.wait(30)
     seconds = time.monotonic() - started
+    assert unaccounted(run_dir) == []
     now = os.times()
     ours = sum(now[:4]) - sum(own[:4])
     return Measured(

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.conftest import unaccounted
+
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +74,7 @@ class Job:
     def wait(self, timeout_s: float) -> str:
         """Wait until the job has left the queue for good. Returns its state in the accounting."""
         wait_until(f"job {self.id} has ended, it is {self.state()}", lambda: not self.in_queue(), timeout_s)
+        assert unaccounted(self.run_dir) == []
         return self.accounted()[0]
 
     def accounted(self) -> tuple[str, str]:
