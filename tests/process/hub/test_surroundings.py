@@ -7,7 +7,6 @@ import json
 import resource
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -15,6 +14,7 @@ from miles_hpc.config.load import write_resolved
 from miles_hpc.config.schema import ClusterConfig, Config
 from miles_hpc.wire.messages import Done, FinishRun, PoolAddrs, Shutdown
 from miles_hpc.wire.security import create_secrets
+from tests.disks import FrozenDisk
 
 from .test_hub_process import started
 
@@ -94,41 +94,19 @@ def test_on_a_full_disk_the_run_goes_on_and_ends(small_disk, start_hub_in):
 
 @pytest.fixture
 def frozen_disk(tmp_path):
-    """A file system on a loop device, with a function that stops all writes to it for some seconds."""
-    place, image = tmp_path / "disk", tmp_path / "image"
-    place.mkdir()
-    with image.open("wb") as file:
-        file.truncate(16 << 20)
-    made = subprocess.run(["mkfs.ext4", "-q", str(image)], check=False).returncode == 0
-    if not made or subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=False).returncode != 0:
-        pytest.skip("loop devices need root")
-    thawing: list[threading.Timer] = []
-
-    def thaw():
-        subprocess.run(["fsfreeze", "-u", str(place)], check=False, stderr=subprocess.DEVNULL)
-
-    def freeze(seconds):
-        # Thawed by time, whatever the test does: a process that waits for a frozen file system cannot be killed.
-        thawing.append(threading.Timer(seconds, thaw))
-        thawing[-1].start()
-        subprocess.run(["fsfreeze", "-f", str(place)], check=True)
-
-    yield place, freeze, thaw
-    thaw()
-    for timer in thawing:
-        timer.cancel()
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    disk = FrozenDisk(tmp_path)
+    yield disk
+    disk.close()
 
 
 def test_a_file_system_that_stands_still_holds_up_no_heal(frozen_disk, start_hub_in):
-    place, freeze, thaw = frozen_disk
-    hub = start_hub_in(place / "run")
+    hub = start_hub_in(frozen_disk.path / "run")
     agent = hub.agent(0)
     driver = started(hub, agent)
-    freeze(25)
+    frozen_disk.freeze(25)
     healed(hub, agent, driver, "engine-policy-0-00001-00000")
     healed(hub, agent, driver, "engine-policy-0-00000-00000")
-    thaw()
+    frozen_disk.thaw()
     driver.send(FinishRun(outcome="finished", call_id="f"))
     assert hub.end() == 0
-    assert json.loads((place / "run" / "summary.json").read_text())["outcome"] == "finished"
+    assert json.loads((frozen_disk.path / "run" / "summary.json").read_text())["outcome"] == "finished"
