@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.load import Loaded
 from miles_hpc.config.schema import Config
-from miles_hpc.inference.engine_api import NEEDED_CALLS
+from miles_hpc.inference.needs import NEEDED_CALLS
 from miles_hpc.specs.base import LaunchCommandContext
 from miles_hpc.specs.models import served_models
 from miles_hpc.specs.router import router_specs

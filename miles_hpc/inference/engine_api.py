@@ -10,6 +10,7 @@ from typing import Any, Literal
 import aiohttp
 
 from miles_hpc.inference.http_session import brief
+from miles_hpc.inference.needs import NEEDED_CALLS
 
 PauseMode = Literal["retract", "abort", "in_place"]
 UNPUBLISHED = -1
@@ -44,29 +45,6 @@ class EngineTooOld(RuntimeError):
 
 class CacheNotFlushed(EngineRefused):
     """The weights are new, but the old KV cache is still there and the label is the old one."""
-
-
-NEEDED_CALLS = (
-    "/abort_request",
-    "/begin_weight_update",
-    "/continue_generation",
-    "/destroy_weights_update_group",
-    "/end_weight_update",
-    "/flush_cache",
-    "/generate",
-    "/health",
-    "/init_weights_update_group",
-    "/model_info",
-    "/pause_generation",
-    "/ready",
-    "/server_info",
-    "/update_weight_version",
-    "/update_weights_from_disk",
-    "/update_weights_from_distributed",
-    "/v1/loads",
-    "/weights_checker",
-)
-"""What this package calls of an engine."""
 
 
 def version_of(label: object) -> int:

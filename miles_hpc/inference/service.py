@@ -61,6 +61,7 @@ class ControllerService(EngineKeeper):
         self._orders = orders
         self._ordering = asyncio.Lock()
         self._stopped: set[str] = set()
+        self._ordered: set[str] = set()
         self._looking: asyncio.Task[None] | None = None
 
     def methods(self) -> dict[str, Handler]:
@@ -150,7 +151,10 @@ class ControllerService(EngineKeeper):
         except HubError as error:
             log.info("which cells are stopped is not known: %s", error)
             return
-        stopped = {row.cell for row in rows if self._is_own_engine(row.cell) and row.state == "stopped"}
+        states = {row.cell: row.state for row in rows if self._is_own_engine(row.cell)}
+        # What was ordered here is on its way down until the hub says that it is there again.
+        self._ordered -= {cell for cell, state in states.items() if state == "ready"}
+        stopped = {cell for cell, state in states.items() if state == "stopped"} | self._ordered
         if stopped != self._stopped:
             self._stopped = stopped
             self._notify()
@@ -179,6 +183,7 @@ class ControllerService(EngineKeeper):
         if engine is None:
             raise ControllerError(f"{cell} is not running: it is started again, or was stopped before")
         await self._order("stop_cell", cell, engine.info.generation, str(params.get("reason") or ""))
+        self._ordered.add(cell)
         self._stopped.add(cell)
         self._notify()
 
@@ -186,6 +191,7 @@ class ControllerService(EngineKeeper):
         """{cell}: a stopped engine is wanted again. Raises as `stop_cell`."""
         cell = self._engine_cell(params["cell"])
         await self._order("start_cell", cell)
+        self._ordered.discard(cell)
         self._stopped.discard(cell)
 
     def _engine_cell(self, cell: str) -> str:

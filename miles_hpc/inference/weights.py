@@ -90,7 +90,9 @@ async def load_from_disk(engine: EngineApi, path: str, version: int, *, timeout_
 
 
 @contextlib.asynccontextmanager
-async def borrowed(http: aiohttp.ClientSession | None, key: str | HttpKeys = "") -> AsyncIterator[aiohttp.ClientSession]:
+async def borrowed(
+    http: aiohttp.ClientSession | None, key: str | HttpKeys = ""
+) -> AsyncIterator[aiohttp.ClientSession]:
     """The caller's client, or one with the run's HTTP key for this call."""
     if http is not None:
         yield http

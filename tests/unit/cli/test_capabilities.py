@@ -8,7 +8,7 @@ from miles_hpc.cli import preflight
 from miles_hpc.cli.capabilities import _router_flags, check_capabilities
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.load import load, load_with_origins
-from miles_hpc.inference.engine_api import NEEDED_CALLS
+from miles_hpc.inference.needs import NEEDED_CALLS
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,9 @@ import pytest
 from miles_hpc.config.load import load
 from miles_hpc.inference import keeper
 from miles_hpc.inference import service as service_module
-from miles_hpc.inference.engine_api import NEEDED_CALLS, EngineApi
+from miles_hpc.inference.engine_api import EngineApi
 from miles_hpc.inference.http_session import http_keys, open_http
+from miles_hpc.inference.needs import NEEDED_CALLS
 from miles_hpc.inference.run_controller import Holds, by_model
 from miles_hpc.inference.service import ControllerService
 from miles_hpc.inference.windows import ControllerError, Disposed, EngineInfo
