@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from miles_hpc.config.schema import TrainConfig
-from miles_hpc.transport.columns import Array
+from miles_hpc.transport.columns import Array, offsets_of
 
 
 class UnevenSplit(ValueError):
@@ -24,7 +24,8 @@ class RankShare:
     padding: int
     """So many of the last rows are repeats that carry no loss."""
     micro_batches: Array
-    """`[k + 1] int64`: micro-batch i is rows `micro_batches[i]` to `micro_batches[i + 1]`; k is equal on all ranks."""
+    """`[k + 1] int64`: micro-batch i is rows `micro_batches[i]` to `micro_batches[i + 1]`; k is equal on all ranks.
+    Those of the first of `updates_per_step` updates come first; every update has equally many rows."""
 
 
 def split_samples(lengths: Array, size: int, train: TrainConfig) -> tuple[list[RankShare], str]:
@@ -53,14 +54,19 @@ def split_samples(lengths: Array, size: int, train: TrainConfig) -> tuple[list[R
     if not train.max_tokens_per_micro_batch:
         whole = [RankShare(own, repeats, np.array([0, len(own)], np.int64)) for own, repeats in shares]
         return whole, note
-    packed = [_first_fit(lengths[own], train.max_tokens_per_micro_batch) for own, _ in shares]
-    most = max(len(bins) for bins in packed)
+    packed: list[list[list[int]]] = [[] for _ in shares]
+    for update in range(train.updates_per_step):
+        here = [
+            _first_fit(lengths[own], np.arange(update, len(own), train.updates_per_step), train) for own, _ in shares
+        ]
+        most = max(len(bins) for bins in here)
+        for bins, all_bins in zip(here, packed, strict=True):
+            _split_largest(bins, most)
+            all_bins += bins
     result = []
     for (own, repeats), bins in zip(shares, packed, strict=True):
-        _split_largest(bins, most)
         order = np.array([row for one in bins for row in one], np.int64)
-        ends = np.cumsum([0, *(len(one) for one in bins)])
-        result.append(RankShare(own[order], repeats, ends.astype(np.int64)))
+        result.append(RankShare(own[order], repeats, offsets_of([len(one) for one in bins])))
     return result, note
 
 
@@ -99,10 +105,11 @@ def _deal(lengths: Array, size: int, how: str) -> list[Array]:
     return [np.array(sorted(part), np.int64) for part in parts]
 
 
-def _first_fit(lengths: Array, budget: int) -> list[list[int]]:
+def _first_fit(lengths: Array, rows: Array, train: TrainConfig) -> list[list[int]]:
+    budget = train.max_tokens_per_micro_batch
     bins: list[list[int]] = []
     left: list[int] = []
-    for row in np.argsort(-lengths, kind="stable").tolist():
+    for row in rows[np.argsort(-lengths[rows], kind="stable")].tolist():
         need = int(lengths[row])
         place = next((index for index, room in enumerate(left) if need <= room), None)
         if place is None:

@@ -1,7 +1,8 @@
-"""Shards of a rollout as padded tensors."""
+"""Shards of a rollout as padded or packed tensors."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`b` samples, padded on the right to `t` tokens. Row [i, j] of the last three speaks of predicting token j + 1.
+    """`b` samples, padded on the right to `t` tokens; or, with `positions`, all samples packed into one row of `t`.
+    Row [i, j] of mask, log-probs and advantages speaks of predicting token j + 1.
 
-    No attention mask goes with it: under causal attention no token sees the padding behind it.
+    No attention mask goes with it: under causal attention no token sees the padding behind it, and a model that is
+    given positions which begin again keeps the samples of a row apart.
     """
 
     token_ids: torch.Tensor
@@ -30,6 +33,8 @@ class MicroBatch:
     """`[b, t - 1] float32`."""
     advantages: torch.Tensor
     """`[b, t - 1] float32`."""
+    positions: torch.Tensor | None = None
+    """`[1, t] int64`: place of each token in its own sample."""
 
     @property
     def targets(self) -> torch.Tensor:
@@ -43,6 +48,30 @@ def rollout_micro_batches(batch: TrainBatch, rows: np.ndarray, size: int) -> Ite
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
     for start in range(0, len(by_length), size):
         yield _from_rollout(batch, by_length[start : start + size], lengths)
+
+
+def packed_micro_batches(batch: TrainBatch, update: int, updates: int) -> Iterator[MicroBatch]:
+    """The micro-batches that the executor packed for one of a step's updates; as many on every rank."""
+    rows = len(batch) // updates
+    bounds = [bound for bound in batch.micro_batches.tolist() if update * rows <= bound <= (update + 1) * rows]
+    for start, stop in itertools.pairwise(bounds):
+        yield _packed(batch, start, stop)
+
+
+def _packed(batch: TrainBatch, start: int, stop: int) -> MicroBatch:
+    offsets = batch.offsets[start : stop + 1]
+    span, lengths = slice(int(offsets[0]), int(offsets[-1])), np.diff(offsets)
+    own = np.repeat(offsets[:-1] - offsets[0], lengths)
+    positions = np.arange(len(own), dtype=np.int64) - own
+    # The first token of a sample follows from nothing, least of all from the sample before it.
+    mask = batch.response_mask[span].astype(bool) & (positions > 0)
+    return MicroBatch(
+        token_ids=torch.from_numpy(batch.token_ids[span].astype(np.int64))[None],
+        mask=torch.from_numpy(mask)[None, 1:],
+        old_logprobs=torch.from_numpy(batch.logprobs[span].astype(np.float32))[None, 1:],
+        advantages=torch.from_numpy(np.repeat(batch.advantages[start:stop], lengths))[None, 1:],
+        positions=torch.from_numpy(positions)[None],
+    )
 
 
 def _from_rollout(batch: TrainBatch, rows: np.ndarray, lengths: np.ndarray) -> MicroBatch:

@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.rollout.commits import ManifestFile
 from miles_hpc.train.grpo import policy_loss, token_logprobs
 from miles_hpc.train.hf_files import copy_model_files
-from miles_hpc.train.torch_batch import MicroBatch, example_batch, rollout_micro_batches
+from miles_hpc.train.torch_batch import MicroBatch, example_batch, packed_micro_batches, rollout_micro_batches
 from miles_hpc.train.torch_group import Gradients, Group
 from miles_hpc.train.trainer import CheckpointRef, Trainer, TrainerError, manifest_of, sync_tree
 from miles_hpc.train.warm_data import batches, read_examples
@@ -56,6 +56,8 @@ class TorchTrainer(Trainer):
         self._model = _load_model(Path(self.config.model.path)).eval()
         self._gradients = Gradients(self._model.parameters(), self._group)
         self._optimizer = self._make_optimizer(self.config.train.learning_rate, self.config.train.weight_decay)
+        if self.config.train.max_tokens_per_micro_batch:
+            self._check_packing()
         if resume is not None:
             self._load(resume)
         elif self.config.train.kl_coef:
@@ -65,6 +67,24 @@ class TorchTrainer(Trainer):
         return torch.optim.AdamW(
             self._model.parameters(), lr=learning_rate, weight_decay=weight_decay, betas=_BETAS, foreach=True
         )
+
+    def _check_packing(self) -> None:
+        """Samples of a packed row must not see each other; not every model and version of transformers takes care.
+
+        Raises:
+            TrainerError: they do.
+        """
+        row = torch.tensor([[1, 2, 3, 4, 5, 6]])
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+        with torch.no_grad():
+            packed = self._model(input_ids=row, position_ids=positions, use_cache=False).logits[0, 3:]
+            alone = self._model(input_ids=row[:, 3:], use_cache=False).logits[0]
+        if not torch.allclose(packed, alone, atol=1e-3):
+            raise TrainerError(
+                f"{self.config.model.path}: this model does not keep packed samples apart "
+                f"(logits differ by {float((packed - alone).abs().max()):.2g}); set "
+                "train.max_tokens_per_micro_batch = 0"
+            )
 
     @property
     def model(self) -> torch.nn.Module:
@@ -108,8 +128,8 @@ class TorchTrainer(Trainer):
     def train(self, batch: TrainBatch) -> dict[str, float]:
         train = self.config.train
         updates = [
-            self._update(batch, np.arange(part, len(batch), train.updates_per_step))
-            for part in range(train.updates_per_step)
+            self._update(batch.rollout_id, list(self._micro_batches(batch, number)))
+            for number in range(train.updates_per_step)
         ]
         return {
             name: max(update[name] for update in updates)
@@ -118,11 +138,17 @@ class TorchTrainer(Trainer):
             for name in updates[0]
         }
 
-    def _update(self, batch: TrainBatch, rows: np.ndarray) -> dict[str, float]:
+    def _micro_batches(self, batch: TrainBatch, update: int) -> Iterator[MicroBatch]:
+        train = self.config.train
+        if train.max_tokens_per_micro_batch:
+            return packed_micro_batches(batch, update, train.updates_per_step)
+        rows = np.arange(update, len(batch), train.updates_per_step)
+        return rollout_micro_batches(batch, rows, train.micro_batch_size)
+
+    def _update(self, rollout_id: int, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """One optimizer step on some samples of the shard."""
         assert self._group is not None
         train = self.config.train
-        micro_batches = list(rollout_micro_batches(batch, rows, train.micro_batch_size))
         mine = torch.tensor([float(sum(int(micro.mask.sum()) for micro in micro_batches))])
         tokens = max(1.0, float(self._group.sum_(mine)))
         self._gradients.zero()
@@ -148,7 +174,7 @@ class TorchTrainer(Trainer):
         norm = self._gradients.reduce_and_clip(train.max_grad_norm)
         if not np.isfinite(norm):
             raise TrainerError(
-                f"the gradient of rollout {batch.rollout_id} is not finite: lower train.learning_rate, or look for "
+                f"the gradient of rollout {rollout_id} is not finite: lower train.learning_rate, or look for "
                 "samples with broken log-probs"
             )
         self._optimizer.step()
@@ -166,7 +192,8 @@ class TorchTrainer(Trainer):
 
     def _logprobs(self, model: torch.nn.Module, micro: MicroBatch, temperature: float) -> torch.Tensor:
         """`[b, t - 1]` log-probabilities of the tokens that follow."""
-        logits = model(input_ids=micro.token_ids, use_cache=False).logits[:, :-1]
+        packed = {} if micro.positions is None else {"position_ids": micro.positions}
+        logits = model(input_ids=micro.token_ids, use_cache=False, **packed).logits[:, :-1]
         return token_logprobs(logits, micro.targets, temperature)
 
     def _start_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:

@@ -144,18 +144,26 @@ def test_something_else_is_refused():
         TrainData(Gathered.alone([]), rollout_id=1, weight_version=1, train=TrainConfig())
 
 
-lengths = hnp.arrays(np.int64, st.integers(1, 8).map(lambda n: 12 * n), elements=st.integers(0, 500))
+lengths = hnp.arrays(np.int64, st.integers(1, 6).map(lambda n: 24 * n), elements=st.integers(0, 500))
 
 
 @settings(deadline=None)
-@given(lengths, st.sampled_from([1, 2, 3, 4]), st.sampled_from(["strided", "balanced"]), st.sampled_from([0, 100, 700]))
-def test_every_sample_has_one_rank_and_every_rank_as_many_micro_batches(lengths, size, split, budget):
-    shares, note = split_samples(lengths, size, TrainConfig(split=split, max_tokens_per_micro_batch=budget))
+@given(
+    lengths,
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from(["strided", "balanced"]),
+    st.sampled_from([0, 100, 700]),
+    st.sampled_from([1, 2]),
+)
+def test_every_sample_has_one_rank_and_every_rank_as_many_micro_batches(lengths, size, split, budget, updates):
+    train = TrainConfig(split=split, max_tokens_per_micro_batch=budget, updates_per_step=updates)
+    shares, note = split_samples(lengths, size, train)
     assert sorted(np.concatenate([share.rows for share in shares])) == list(range(len(lengths))) and not note
     assert {len(share.rows) for share in shares} == {len(lengths) // size}
     assert len({len(share.micro_batches) for share in shares}) == 1
     for share in shares:
         assert share.micro_batches[0] == 0 and share.micro_batches[-1] == len(share.rows)
+        assert not budget or len(share.rows) // updates in share.micro_batches, "an update ends with a micro-batch"
         for start, stop in itertools.pairwise(share.micro_batches.tolist()):
             tokens = lengths[share.rows[start:stop]]
             assert not budget or tokens.sum() <= budget or len(tokens) == 1

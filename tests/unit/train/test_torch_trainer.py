@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from miles_hpc.config.schema import Config, MakeModelConfig
+from miles_hpc.config.schema import Config, MakeModelConfig, TrainConfig
 from miles_hpc.rollout.convert import TrainBatch
+from miles_hpc.rollout.split import split_samples
 from miles_hpc.train.make_model import make_model
-from miles_hpc.train.torch_batch import rollout_micro_batches
+from miles_hpc.train.torch_batch import packed_micro_batches, rollout_micro_batches
 from miles_hpc.train.torch_trainer import TorchTrainer
 from miles_hpc.train.trainer import CheckpointDamaged, CheckpointRef, TrainerError
+from miles_hpc.transport.columns import offsets_of
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.worker_env import WorkerEnv
@@ -126,6 +128,54 @@ def test_every_sample_is_in_one_micro_batch_without_its_padding():
     assert sum(int(micro.mask.sum()) for micro in found) == batch.total_response_tokens
     tokens = torch.cat([micro.targets[micro.mask] for micro in found]).tolist()
     assert sorted(tokens) == sorted(batch.token_ids[batch.response_mask == 1].tolist())
+
+
+def packed(batch, budget, **train):
+    """The batch as the executor packs it for one rank."""
+    lengths = np.diff(batch.offsets)
+    share = split_samples(lengths, 1, TrainConfig(max_tokens_per_micro_batch=budget, **train))[0][0]
+    spans = [slice(int(batch.offsets[row]), int(batch.offsets[row + 1])) for row in share.rows]
+    tokens = {
+        name: np.concatenate([getattr(batch, name)[span] for span in spans])
+        for name in ("token_ids", "response_mask", "logprobs")
+    }
+    return dataclasses.replace(
+        batch,
+        offsets=offsets_of(lengths[share.rows]),
+        advantages=batch.advantages[share.rows],
+        micro_batches=share.micro_batches,
+        **tokens,
+    )
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_packed_micro_batches_change_nothing_but_rounding(trainer, updates):
+    plain = trainer(updates_per_step=updates)
+    batch = rollout(policy=plain.model)
+    small = trainer(max_tokens_per_micro_batch=17, updates_per_step=updates)
+    one, other = plain.train(batch), small.train(packed(batch, 17, updates_per_step=updates))
+    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    assert other["logprob_gap"] == pytest.approx(one["logprob_gap"], abs=1e-4)
+
+
+def test_packed_micro_batches_keep_to_the_budget_and_predict_no_first_token():
+    batch = packed(rollout(), 17)
+    found = list(packed_micro_batches(batch, 0, 1))
+    assert len(found) > 1 and all(micro.token_ids.shape[1] <= 17 for micro in found)
+    assert sum(int(micro.mask.sum()) for micro in found) == batch.total_response_tokens
+    batch.response_mask[:] = 1
+    first = next(packed_micro_batches(batch, 0, 1))
+    assert first.mask[0].tolist() == (first.positions[0, 1:] > 0).tolist()
+
+
+def test_a_model_that_mixes_packed_samples_is_refused(trainer, monkeypatch):
+    def blind(position_ids):
+        return None
+
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", blind)
+    with pytest.raises(TrainerError, match=r"does not keep packed samples apart .*max_tokens_per_micro_batch = 0"):
+        trainer(max_tokens_per_micro_batch=17)
 
 
 def test_updates_per_step_go_through_the_batch_in_parts(trainer):
