@@ -262,7 +262,8 @@ class TrainConfig(_Section, frozen=True):
         _d("How samples are dealt to ranks: in turn, or so that all ranks have about as many tokens."),
     ] = "strided"
     max_tokens_per_micro_batch: Annotated[
-        NonNegativeInt, _d("Samples packed first-fit into rows of so many tokens, in place of micro_batch_size; 0: none.")
+        NonNegativeInt,
+        _d("Samples packed first-fit into rows of so many tokens, in place of micro_batch_size; 0: none."),
     ] = 0
     uneven: Annotated[
         Literal["error", "trim", "pad"],
