@@ -53,6 +53,8 @@ Event = Received | Tick | VerdictWritten | HubSignalled | HubBroke | SiteSeen
 class Send:
     peer: bytes
     message: FromHub
+    kept: bool = False
+    """Only when the hub's journal, as it is now, is on disk: the next hub knows of it, too."""
 
 
 @dataclass(frozen=True)

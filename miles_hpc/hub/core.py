@@ -232,14 +232,15 @@ class Core:
         self.kill_wait: float | None = None
         """What the site leaves between SIGTERM and SIGKILL, once it has said so."""
         self.outcome: Outcome | None = None
+        self.outcome_reason = ""
         self.decided_at = 0.0
         self.shutdown_sent = self.leaving = False
         self.answered: dict[str, Done | Failed] = {}
+        """Orders of operators by call id, the newest ones."""
         self.held: dict[str, tuple[Generation, float]] = {}
         """Cell -> the generation that takes part in a weight window, and until when orders to stop it wait."""
         self.deferred: list[StopCell | RestartCell] = []
         """Orders that wait for the end of a hold."""
-        """Orders of operators by call id, the newest ones."""
         self.dropped: dict[str, int] = {}
         """What did not get through at this hub, as its shell counts it."""
         self.out: list[Action] = []
@@ -264,8 +265,9 @@ class Core:
         return None if self.recovery is None or self.recovery.concluded else self.recovery
 
     # ------------------------------------------------------------------------------------------- outgoing
-    def send(self, peer: bytes, message: FromHub) -> None:
-        self.out.append(Send(peer, message))
+    def send(self, peer: bytes, message: FromHub, *, kept: bool = False) -> None:
+        """`kept`: not before the journal is durable."""
+        self.out.append(Send(peer, message, kept))
 
     def send_node(self, node_id: str, message: FromHub) -> None:
         """To the agent of a node; a node that is gone gets nothing (it is told at its next hello)."""
@@ -362,7 +364,7 @@ class Core:
             self.held_decision = self.held_decision or (outcome, reason)
             self.note("decision_held", "warning", outcome=outcome, reason=reason)
             return
-        self.outcome, self.decided_at = outcome, self.now
+        self.outcome, self.outcome_reason, self.decided_at = outcome, reason, self.now
         code = EXIT_CODES[outcome]
         summary = merged_summary(
             self.driver_summary,

@@ -1,4 +1,6 @@
-"""What only a hub knows and the next one should: budgets, counts, the driver's last word. Written behind its back.
+"""What only a hub knows and the next one should: budgets, counts, the driver's last word, what operators decided.
+
+Written behind its back; only the answer to an operator's order waits until it is on disk.
 
 One file per epoch, `<run_dir>/journal/attempt-<n>.epoch-<e>.json`, so that two hubs never write one. A hub that finds
 none, or cannot read it in time, goes on without: all else comes from the config, the agents and the commits.
@@ -13,8 +15,10 @@ from typing import Any
 
 import msgspec
 
+from miles_hpc.hub.actions import Outcome
 from miles_hpc.hub.core import Core, Phase
 from miles_hpc.hub.drain import Drain
+from miles_hpc.wire.messages import RestartCell, StopCell
 
 READ_PATIENCE_S = 1.0
 
@@ -38,6 +42,11 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     drain_reason: str = ""
     drain_until: float = 0.0
     drain_requeue: bool = False
+    deferred: list[StopCell | RestartCell] = []
+    """Orders of operators that wait for the end of a weight window."""
+    outcome: Outcome | None = None
+    """How the run is to end; decided, and perhaps not yet a verdict on disk."""
+    outcome_reason: str = ""
 
 
 def journal_path(run_dir: Path, attempt: int, epoch: int) -> Path:
@@ -66,6 +75,9 @@ def take(core: Core, wall: float) -> Journal:
         drain_reason=drain.reason if drain is not None else "",
         drain_until=at(drain.until) if drain is not None else 0.0,
         drain_requeue=drain is not None and drain.requeue,
+        deferred=core.deferred,
+        outcome=core.outcome,
+        outcome_reason=core.outcome_reason,
     )
 
 
@@ -91,6 +103,9 @@ def restore(core: Core, journal: Journal, wall: float) -> None:
     if journal.drain_reason:
         left = max(0.0, journal.drain_until - wall)
         core.drain = Drain(journal.drain_reason, core.now + left, journal.drain_requeue)
+    core.deferred = list(journal.deferred)
+    if journal.outcome is not None:
+        core.decide(journal.outcome, journal.outcome_reason)
 
 
 def read(run_dir: Path, attempt: int, epoch: int) -> Journal | None:

@@ -1,7 +1,7 @@
 """What operators ask for: a look at the run, its end, and one cell stopped, started or started anew.
 
 A question with a call id is carried out once: the client that lost its connection asks again with the same id and gets
-the answer of the first time.
+the answer of the first time. An order is answered when the hub's journal, which knows of it, is on disk.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def on_operator(core: Core, peer: bytes, message: FromOperator) -> None:
                 answer = core.answered[message.call_id] = _carry_out(core, message)
                 if len(core.answered) > ANSWERS_KEPT:
                     del core.answered[next(iter(core.answered))]
-            core.send(peer, answer)
+            # A decision that this hub alone knows would be undone by its death.
+            core.send(peer, answer, kept=isinstance(answer, Done) and not core.cleans_up)
 
 
 def _carry_out(core: Core, order: CancelRun | DrainRun | StopCell | StartCell | RestartCell) -> Done | Failed:
@@ -92,6 +93,8 @@ def on_hold(core: Core, hold: HoldCells) -> None:
 
 def carry_out_deferred(core: Core) -> None:
     """Orders whose hold is over; one that does not fit any more is dropped, the cell went on by itself."""
+    if core.recovering is not None:
+        return  # what runs in which generation is not known yet
     waiting = core.deferred
     core.deferred = [order for order in waiting if _is_held(core, order.cell, order.generation)]
     for order in waiting:

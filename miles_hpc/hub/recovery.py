@@ -65,6 +65,11 @@ def missing_nodes(core: Core) -> list[str]:
     return [name for name in map(node_id, range(core.info.expected_nodes)) if name not in present]
 
 
+def unheard_nodes(core: Core) -> bool:
+    """Whether nodes of the run have never said hello to this hub."""
+    return any(node_id(index) not in core.nodes for index in range(core.info.expected_nodes))
+
+
 def watch(core: Core, recovery: Recovery) -> None:
     """Conclude when every table is in, or nothing more is to be expected; free what was held when its node is back."""
     missing = missing_nodes(core)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -37,7 +39,7 @@ from miles_hpc.hub.site import Site, SiteSeen, SiteWatch
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import FileWriter
 from miles_hpc.wire.hub_sockets import HubSockets
-from miles_hpc.wire.messages import DumpReply, EventsReply
+from miles_hpc.wire.messages import Done, DumpReply, EventsReply, Failed
 from miles_hpc.wire.program import stop_signals
 from miles_hpc.wire.socket_options import milliseconds
 
@@ -90,7 +92,11 @@ class HubServer:
         self._journal_path = journal.journal_path(run_dir, core.info.attempt, core.info.epoch)
         self._seen: SiteSeen | None = None
         after_verdict = site.on_verdict if site is not None else lambda: None
-        self._files = FileWriter(run_dir, core.info.attempt, self._on_verdict, after_verdict)
+        self._files = FileWriter(run_dir, core.info.attempt, self._on_verdict, after_verdict, self._on_kept)
+        self._unkept: deque[tuple[int, Send]] = deque()
+        """Answers that wait for the journal, each with the ticket of the one that it needs."""
+        self._ticket = 0
+        self._kept: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._site = SiteWatch(site, self._on_seen) if site is not None else None
         self._left = False
         self.verdict_delivered = False
@@ -98,6 +104,10 @@ class HubServer:
     # ------------------------------------------------------------------------------------- other threads
     def _on_verdict(self, result: bool | OSError) -> None:
         self._verdict_result = result
+        self._wake()
+
+    def _on_kept(self, ticket: int, error: str) -> None:
+        self._kept.put((ticket, error))
         self._wake()
 
     def _on_seen(self, seen: SiteSeen) -> None:
@@ -140,6 +150,7 @@ class HubServer:
                 if received:
                     self._socket.drain(0)  # the receipts: all of it is handled now
                 self._take_wakeups()
+                self._keep_decisions()
                 now = self._clock()
                 if now >= next_tick:
                     next_tick = now + TICK_S * self._state.core.heartbeat_scale()
@@ -157,6 +168,7 @@ class HubServer:
         finally:
             signal.set_wakeup_fd(-1)
             self._files.close()
+            self._answer_kept()
             if self._site is not None:
                 self._site.close()
             self._log_counters()
@@ -176,6 +188,25 @@ class HubServer:
                 self._journal = content
                 self._files.write_journal(self._journal_path, content)
 
+    def _keep_decisions(self) -> None:
+        """Have the journal of now on disk for the answers that need it."""
+        if self._unkept and self._unkept[-1][0] > self._ticket:
+            self._ticket += 1
+            self._journal = msgspec.json.encode(journal.take(self._state.core, time.time()))
+            self._files.write_journal(self._journal_path, self._journal, self._ticket)
+
+    def _answer_kept(self) -> None:
+        """Send the answers whose journal is on disk; or say that it is not."""
+        while not self._kept.empty():
+            kept, error = self._kept.get()
+            while self._unkept and self._unkept[0][0] <= kept:
+                _, answer = self._unkept.popleft()
+                message = answer.message
+                if error and isinstance(message, Done):
+                    text = f"carried out, but a hub that takes over will not know of it: {error}"
+                    message = Failed(call_id=message.call_id, text=text)
+                self._socket.send(answer.peer, message)
+
     def _take_wakeups(self) -> None:
         try:
             os.read(self._wake_read, 4096)
@@ -187,6 +218,7 @@ class HubServer:
         seen, self._seen = self._seen, None
         if seen is not None:
             self._apply(seen)
+        self._answer_kept()
         result, self._verdict_result = self._verdict_result, None
         if isinstance(result, OSError):
             self._log.write("verdict_failed", "error", reason=str(result))
@@ -211,8 +243,11 @@ class HubServer:
 
     def _do(self, action: Action) -> None:
         match action:
-            case Send(peer, message):
-                self._socket.send(peer, message)
+            case Send(peer, message, kept):
+                if kept:
+                    self._unkept.append((self._ticket + 1, action))
+                else:
+                    self._socket.send(peer, message)
             case Note(event, fields, level):
                 self._log.write(event, level, **fields)
             case ShowEvents(peer, call_id, since, limit):

@@ -76,11 +76,11 @@ class HubState:
             wall: the wall clock now.
         """
         core = self.core
-        if last is not None:
-            journal.restore(core, last, wall)
         if verdict is not None:
             core.outcome, core.decided_at = verdict, core.now
             core.shutdown_sent = core.cleans_up = True
+        if last is not None:
+            journal.restore(core, last, wall)
 
     def apply(self, event: Event, now: float) -> list[Action]:
         """What to do about an event, in order."""
@@ -299,6 +299,7 @@ class HubState:
         if not core.shutdown_sent:
             return
         patience = max((spec.stop_grace for spec in core.specs.values()), default=0.0) + LEAVE_SLACK_S
-        awaited = core.cleans_up and not core.nodes
+        # A hub of a later epoch knows the end before it knows the agents, who would wait for it for `hub_grace`.
+        awaited = core.info.epoch > 1 and waited <= core.timing.dead and recovery.unheard_nodes(core)
         if waited > patience or not (awaited or any(core.present_nodes())):
             self._leave()

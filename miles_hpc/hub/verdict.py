@@ -78,11 +78,21 @@ def _draft(target: Path, content: dict[str, Any]) -> Path:
     return draft
 
 
-def _replace(target: Path, content: bytes) -> None:
-    """As `replace_json`, for what need not outlast a crash of the machine."""
+def _replace(target: Path, content: bytes, *, durable: bool = False) -> None:
+    """As `replace_json`; what need not outlast a crash of the machine is not `durable`."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_bytes(content)
+    with draft.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     draft.replace(target)
+    if durable:
+        directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 class FileWriter:
@@ -93,6 +103,7 @@ class FileWriter:
     Args:
         on_verdict: called in the writer's thread with what `write_verdict` returned, or with the error.
         after_verdict: called before that, when a verdict is on disk; may raise OSError.
+        on_kept: called in the writer's thread with the ticket of a journal that is on disk, and "" or why it is not.
     """
 
     def __init__(
@@ -101,13 +112,15 @@ class FileWriter:
         attempt: int,
         on_verdict: Callable[[bool | OSError], None],
         after_verdict: Callable[[], None] = lambda: None,
+        on_kept: Callable[[int, str], None] = lambda ticket, error: None,
     ) -> None:
         self._run_dir, self._attempt, self._on_verdict = run_dir, attempt, on_verdict
-        self._after_verdict = after_verdict
+        self._after_verdict, self._on_kept = after_verdict, on_kept
         self._changed = threading.Condition()
         self._verdict: WriteVerdict | None = None
         self._status: dict[str, Any] | None = None
         self._journal: bytes | None = None
+        self._ticket = 0
         self._closing = False
         self.status_failures = 0
         self._thread = threading.Thread(target=self._run, name="files", daemon=True)
@@ -123,10 +136,15 @@ class FileWriter:
             self._status = status
             self._changed.notify()
 
-    def write_journal(self, path: Path, content: bytes) -> None:
-        """Replace the hub's journal; of several that wait only the newest is written."""
+    def write_journal(self, path: Path, content: bytes, ticket: int = 0) -> None:
+        """Replace the hub's journal; of several that wait only the newest is written.
+
+        Args:
+            ticket: when not 0, somebody waits until this journal or a later one is on disk; tickets only grow.
+        """
         with self._changed:
             self._journal_path, self._journal = path, content
+            self._ticket = ticket or self._ticket
             self._changed.notify()
 
     def close(self, patience_s: float = 2.0) -> None:
@@ -143,6 +161,7 @@ class FileWriter:
                 verdict, self._verdict = self._verdict, None
                 status, self._status = self._status, None
                 journal, self._journal = self._journal, None
+                ticket, self._ticket = self._ticket, 0
                 if verdict is None and status is None and journal is None:
                     return
             if verdict is not None:
@@ -153,14 +172,21 @@ class FileWriter:
                 except OSError as error:
                     self._on_verdict(error)
             if journal is not None:
-                try:
-                    self._journal_path.parent.mkdir(exist_ok=True)
-                    _replace(self._journal_path, journal)
-                except OSError:
-                    self.status_failures += 1
+                self._keep(journal, ticket)
             if status is not None:
                 try:
                     _replace(self._run_dir / "status.json", msgspec.json.encode(status) + b"\n")
                 except OSError:
                     # Counted and shown with the next status; status.json is a convenience and never ends a run.
                     self.status_failures += 1
+
+    def _keep(self, journal: bytes, ticket: int) -> None:
+        failed = ""
+        try:
+            self._journal_path.parent.mkdir(exist_ok=True)
+            _replace(self._journal_path, journal, durable=ticket > 0)
+        except OSError as error:
+            self.status_failures += 1
+            failed = f"{error.filename or self._journal_path}: {error.strerror}"
+        if ticket:
+            self._on_kept(ticket, failed)

@@ -7,12 +7,14 @@ import json
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from miles_hpc.config.load import write_resolved
 from miles_hpc.config.schema import ClusterConfig, Config
 from miles_hpc.wire.messages import Done, FinishRun, PoolAddrs, Shutdown
+from miles_hpc.wire.operator import OperatorClient
 from miles_hpc.wire.security import create_secrets
 from tests.disks import FrozenDisk
 
@@ -106,7 +108,16 @@ def test_a_file_system_that_stands_still_holds_up_no_heal(frozen_disk, start_hub
     frozen_disk.freeze(25)
     healed(hub, agent, driver, "engine-policy-0-00001-00000")
     healed(hub, agent, driver, "engine-policy-0-00000-00000")
-    frozen_disk.thaw()
+    with OperatorClient(hub.run_dir, timeout_s=20.0) as operator, ThreadPoolExecutor(1) as thread:
+        generation = agent.running["session-server-00000-00000"].generation
+        answer = thread.submit(operator.stop_cell, "session-server-00000", generation)
+        hub.pump(lambda: "session-server-00000-00000" not in agent.running, "the order to be carried out")
+        with pytest.raises(TimeoutError):
+            answer.result(0.5)
+        frozen_disk.thaw()
+        answer.result(20)
+    (kept,) = (hub.run_dir / "journal").glob("*.json")
+    assert json.loads(kept.read_text())["stopped"] == ["session-server-00000"]
     driver.send(FinishRun(outcome="finished", call_id="f"))
     assert hub.end() == 0
     assert json.loads((frozen_disk.path / "run" / "summary.json").read_text())["outcome"] == "finished"

@@ -145,3 +145,44 @@ def test_log_lines_are_json_with_one_schema_and_short_text_for_people(tmp_path):
     }
     assert (second["level"], second["event"], second["text"]) == ("warning", "log", "key k")
     assert "INFO hub cell_ready cell=engine-00000" in people.getvalue()
+
+
+def test_a_journal_that_somebody_waits_for_is_reported_when_it_is_on_disk(tmp_path, monkeypatch):
+    synced, kept, done = [], [], threading.Event()
+    monkeypatch.setattr(verdict_module.os, "fsync", synced.append)
+
+    def on_kept(ticket, error):
+        kept.append((ticket, error, (tmp_path / "journal" / "j.json").read_bytes(), len(synced)))
+        done.set()
+
+    writer = FileWriter(tmp_path, 0, lambda result: None, on_kept=on_kept)
+    writer.write_journal(tmp_path / "journal" / "j.json", b"old")
+    writer.write_journal(tmp_path / "journal" / "j.json", b"new", 7)
+    assert done.wait(10)
+    writer.close()
+    assert kept == [(7, "", b"new", 2)], "the file and its directory"
+
+
+def test_a_journal_that_nobody_waits_for_costs_no_fsync(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(verdict_module.os, "fsync", synced.append)
+    writer = FileWriter(tmp_path, 0, lambda result: None)
+    writer.write_journal(tmp_path / "journal" / "j.json", b"{}")
+    writer.close()
+    assert (tmp_path / "journal" / "j.json").read_bytes() == b"{}" and not synced
+
+
+def test_who_waits_for_a_journal_that_cannot_be_written_hears_why(tmp_path):
+    (tmp_path / "journal").write_text("in the way")
+    kept, done = [], threading.Event()
+
+    def on_kept(ticket, error):
+        kept.append((ticket, error))
+        done.set()
+
+    writer = FileWriter(tmp_path, 0, lambda result: None, on_kept=on_kept)
+    writer.write_journal(tmp_path / "journal" / "j.json", b"{}", 3)
+    assert done.wait(10)
+    writer.close()
+    ((ticket, why),) = kept
+    assert ticket == 3 and "journal" in why and writer.status_failures == 1

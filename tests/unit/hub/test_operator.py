@@ -50,6 +50,18 @@ def stop(call_id="s", cell="engine-00000", generation=G1):
     return StopCell(call_id=call_id, cell=cell, generation=generation, reason="too hot")
 
 
+def test_an_order_is_answered_when_it_is_kept_and_a_refusal_at_once(run):
+    def answers(message):
+        return [a for a in run.receive(OPERATOR, message) if isinstance(a, Send) and a.peer == OPERATOR]
+
+    for _ in range(2):
+        assert answers(stop()) == [Send(OPERATOR, Done(call_id="s"), kept=True)], "asked again, too"
+    (refused,) = answers(stop("x", cell="engine-00007"))
+    assert isinstance(refused.message, Failed) and not refused.kept
+    (shown,) = answers(GetCells(call_id="g"))
+    assert not shown.kept
+
+
 def test_a_stopped_cell_stays_stopped_until_it_is_started(run):
     assert ask(run, stop()) == Done(call_id="s")
     assert [o.worker for o in run.orders(StopWorker)] == ["engine-00000-00000"]

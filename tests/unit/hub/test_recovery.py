@@ -3,19 +3,22 @@
 import pytest
 
 from miles_hpc.config.schema import HealConfig
-from miles_hpc.hub.actions import Send, Tick
+from miles_hpc.hub.actions import Send, Tick, VerdictWritten
 from miles_hpc.hub.journal import Journal, restore, take
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
+    CancelRun,
     CellsReply,
     ClientHello,
     ClientWelcome,
     Draining,
     DrainRun,
     GetCells,
+    HoldCells,
     PoolAddrs,
     Progress,
     ReservePorts,
+    RestartCell,
     Shutdown,
     StartWorker,
     StopWorker,
@@ -260,6 +263,50 @@ def test_a_hub_that_finds_its_attempts_verdict_only_sends_the_agents_away(fleet,
     assert f.orders(Shutdown) == [Shutdown(reason="finished", exit_code=0)] * 2
     f.settle()
     assert f.leaves == 1 and not f.verdicts and not f.orders(ReservePorts, StopWorker)
+
+
+def test_a_decision_outlives_the_hub_that_could_not_write_its_verdict(fleet, pool):
+    f = fleet(pool("engine"), nodes=2)
+    f.receive(b"op", CancelRun(call_id="1", reason="enough"))
+    assert f.verdicts and not f.orders(Shutdown)
+    f.next_hub()
+    f.apply(Tick())
+    (again,) = f.verdicts
+    assert (again.outcome, again.reason) == ("cancelled", "enough")
+    f.apply(VerdictWritten())
+    assert not f.leaves, "agents that do not know yet are waited for"
+    f.join(0)
+    f.settle()
+    assert not f.leaves, "the other one, too"
+    f.join(1)
+    f.settle()
+    assert f.leaves == 1 and f.orders(Shutdown) == [Shutdown(reason="cancelled", exit_code=130)] * 2
+
+
+def test_a_node_that_does_not_come_back_holds_the_end_up_for_a_moment_only(fleet, pool):
+    f = fleet(pool("engine"), nodes=2)
+    f.next_hub()
+    f.state.take_over(None, "finished", 0.0)
+    f.join(0)
+    f.settle()
+    f.pass_time(f.timing.dead - 1)
+    assert not f.leaves
+    f.pass_time(2)
+    assert f.leaves == 1
+
+
+def test_an_order_that_waits_for_a_window_outlives_the_hub(fleet, pool):
+    f = fleet(pool("engine"), pool("controller"))
+    peer = f.client("controller-00000-00000")
+    held = f.cell("engine-00000").generation
+    f.receive(peer, HoldCells(cells={"engine-00000": held}, seconds=30.0))
+    f.receive(b"op", RestartCell(call_id="r", cell="engine-00000", generation=held))
+    f.next_hub()
+    f.apply(Tick())
+    assert [order.call_id for order in f.core.deferred] == ["r"], "until it is known what runs"
+    f.join(0)
+    f.pass_time(1)
+    assert f.cell("engine-00000").generation > held and f.phases()["engine-00000"] == "ready"
 
 
 def test_an_operator_may_ask_while_the_tables_come_in(fleet, pool):
