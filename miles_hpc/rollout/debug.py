@@ -29,6 +29,8 @@ class SavedRollout(msgspec.Struct, frozen=True, kw_only=True):
     sizes: list[int]
     """Samples of each group."""
     place: DataState
+    stats: list[dict[str, float]] = []
+    """What was counted of each group; see `statistics`."""
 
 
 def rollout_file(directory: Path, rollout_id: int) -> Path:
@@ -45,6 +47,7 @@ def save_rollout(directory: Path, rollout_id: int, weight_version: int, produced
         specs=produced.specs,
         sizes=[len(group) for group in produced.groups],
         place=produced.place,
+        stats=[dict(group.stats) for group in produced.groups],
     )
     columns = RolloutBatch.concat(Gathered.of(produced.groups).batches).columns()
     path = rollout_file(directory, rollout_id)
@@ -81,4 +84,6 @@ def load_rollout(directory: Path, rollout_id: int) -> tuple[Produced, int]:
         groups = groups_of(whole, saved.sizes)
     except SchemaError as error:
         raise SavedRolloutError(f"{directory}: rollout {rollout_id}: {error}") from error
+    for group, stats in zip(groups, saved.stats, strict=False):
+        group.stats = stats
     return Produced(specs=saved.specs, groups=groups, place=saved.place, metrics={}), saved.weight_version

@@ -78,6 +78,8 @@ class Dispatcher:
         self._orders: dict[str, RunGroup] = {}
         self._collectors: dict[str, Collector] = {}
         self._stages: dict[str, Stage] = {}
+        self._columns: dict[str, str] | None = None
+        """Extra columns of this incarnation's groups, by the first that came."""
         self._waiting: dict[bytes, WorkHello] = {}
         """Hellos that came before any incarnation began."""
         self._in_book: set[bytes] = set()
@@ -145,6 +147,7 @@ class Dispatcher:
             accounts.committed += late
             accounts.drop("superseded", -late)
         self._incarnation = incarnation
+        self._columns = None
         for peer in self._board.seats:
             self._server.send(peer, WorkWelcome(incarnation=incarnation))
         if adopt:
@@ -299,18 +302,32 @@ class Dispatcher:
         except SchemaError as error:
             return {}, {name: ("invalid_sample", str(error)) for name in ordered}
         groups = {done.group: group for done, group in zip(dones, found, strict=True)}
+        for done in dones:
+            groups[done.group].stats = done.stats
         samples = [ordered.get(done.group, done.samples) for done in dones]
         wrong = {
             dones[place].group: ("invalid_sample", text)
             for place, text in faults(batch, found, samples).items()
             if dones[place].group in ordered
         }
+        trained = [name for name in ordered if not self._orders[name].evaluation and name not in wrong]
+        if trained and (text := self._other_columns(batch)):
+            wrong |= dict.fromkeys(trained, ("invalid_sample", text))
         for version in np.unique(batch.spans[:, 0]).tolist():
             if not self._is_published(version):
                 text = f"tokens came from weight version {version}, which the trainer never published"
                 held = [name for name in ordered if (groups[name].batch.spans[:, 0] == version).any()]
                 wrong |= {name: ("unpublished_version", text) for name in held if name not in wrong}
         return groups, wrong
+
+    def _other_columns(self, batch: RolloutBatch) -> str:
+        """What is wrong with a batch whose columns are not those of the incarnation's first: they become one batch."""
+        columns = {name: f"{column.dtype}{list(column.shape[1:])}" for name, column in sorted(batch.extra.items())}
+        if self._columns is None:
+            self._columns = columns
+        if columns == self._columns:
+            return ""
+        return f"has the extra columns {columns}; those of the groups before it are {self._columns}"
 
     def _on_partial(self, peer: bytes, partial: GroupPartial) -> None:
         collector = self._collectors.get(partial.group)

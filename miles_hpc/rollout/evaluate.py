@@ -23,6 +23,7 @@ from miles_hpc.rollout.groups import Gathered, Group
 from miles_hpc.rollout.metrics import pass_at_k
 from miles_hpc.rollout.producer import progress
 from miles_hpc.rollout.sample import GroupSpec
+from miles_hpc.rollout.statistics import stat_metrics
 from miles_hpc.rollout.work_messages import EvalSampling, RunGroup
 from miles_hpc.transport.batch import STATUSES, RolloutBatch
 
@@ -174,5 +175,6 @@ def _summary(found: Mapping[str, Group], failed: int) -> dict[str, float]:
         "failed": float(failed),
         "truncated": float((status == STATUSES.index("truncated")).mean()),
         "response_tokens_mean": tokens / len(status),
+        **stat_metrics(list(found.values())),
         **pass_at_k(generations),
     }

@@ -28,6 +28,7 @@ from miles_hpc.rollout.metrics import rollout_metrics
 from miles_hpc.rollout.producer import AsyncProducer, Produced, Producer, SyncProducer, progress
 from miles_hpc.rollout.published import PublishedVersions
 from miles_hpc.rollout.sample import GroupSpec
+from miles_hpc.rollout.statistics import stat_metrics
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.carriers import Outbox, ParcelRef
 from miles_hpc.transport.columns import Buffer
@@ -245,12 +246,15 @@ class Executor:
                 produced.specs, produced.groups, gathered.digests(), gathered.versions(), strict=True
             )
         ]
+        metrics = {**rollout_metrics(gathered.batches, data.generations), **stat_metrics(produced.groups)}
+        if seconds:
+            metrics["longest_sample_tokens_per_s"] = metrics["response_tokens_max"] / seconds
         result = RolloutResult(
             rollout_id=rollout_id,
             groups=[spec.id for spec in produced.specs],
             reward_mean=float(np.mean(data.rewards)),
             tokens=data.total_response_tokens,
-            metrics={**rollout_metrics(gathered.batches, data.generations), **produced.metrics},
+            metrics={**metrics, **produced.metrics},
             seconds=seconds,
             weight_version=weight_version,
             place=msgspec.to_builtins(produced.place),

@@ -25,6 +25,7 @@ import msgspec
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.functions import load_function
 from miles_hpc.rollout.sample import Sample, Status, sample_seed
+from miles_hpc.rollout.statistics import add_up
 from miles_hpc.rollout.work_messages import EvalSampling
 from miles_hpc.specs.router import router_pool
 from miles_hpc.specs.session import SESSION_POOL
@@ -281,6 +282,7 @@ def append_answer(sample: Sample, answer: Generation) -> None:
     sample.loss_mask.extend([1] * len(answer.token_ids))
     sample.logprobs.extend(answer.logprobs)
     sample.versions.extend((version, base + start, base + end) for version, start, end in answer.weight_versions)
+    add_up(sample, answer.stats)
 
 
 async def two_turn_session(sample: Sample, context: GenerateContext) -> None:
@@ -331,6 +333,10 @@ async def _exchange(sample: Sample, context: GenerateContext) -> None:
     sample.loss_mask = found.loss_mask
     sample.logprobs = found.logprobs
     sample.versions = list(found.weight_versions)
+    sample.stats = dict(found.stats)
+    if found.mismatches is not None:
+        kinds = {f"tito_mismatch/{kind}": 1.0 for kind in found.mismatches}
+        add_up(sample, {"tito_sessions": 1.0, "tito_mismatched": float(bool(kinds)), **kinds})
     sample.response = second.text
     sample.status = "truncated" if found.finish_reason == "length" else "completed"
 

@@ -21,8 +21,9 @@ from miles_hpc.rollout.generate import (
     SampleTimeout,
     Services,
 )
-from miles_hpc.rollout.rewards import RewardError, RewardTimeout, Scorer
+from miles_hpc.rollout.rewards import RewardError, RewardTimeout, Scorer, checked
 from miles_hpc.rollout.sample import PartialSample, Sample, readable, sample_seed
+from miles_hpc.rollout.statistics import group_stats
 from miles_hpc.rollout.time_limit import timeout
 from miles_hpc.rollout.work_messages import RunGroup, Stage
 from miles_hpc.transport.batch import LengthMismatch, SampleArrays, check_samples
@@ -74,6 +75,8 @@ class GroupRun:
         self.order = order
         self.reward_calls = 0
         """Reward calls so far, for the failure rate."""
+        self.stats: dict[str, float] = {}
+        """What was counted of the finished samples."""
         self._config = config
         self._services = services
         self._generate = generate
@@ -114,6 +117,7 @@ class GroupRun:
         try:
             packed = [self._packed(sample) for sample in finished]
             check_samples(packed)
+            self.stats = group_stats(finished)
         except (SchemaError, LengthMismatch, InvalidSample) as error:
             raise GroupError("invalid_sample", f"group {self.order.spec.id}: {error}") from error
         return packed
@@ -193,10 +197,15 @@ class GroupRun:
                     log.warning("generated again: %s", _text(sample, error).splitlines()[-1])
                     sample.reset(sample_seed(sample.seed, sample.epoch, sample.prompt_index, _BACKFILL + number))
             for one in finished:
-                if one.status != "aborted" and one.reward is None and not self._group_reward:
+                if one.status == "aborted":
+                    continue
+                if one.reward is not None:
+                    one.reward = checked(one.reward)  # set by the generate function
+                elif not self._group_reward:
                     stage("reward")
                     self.reward_calls += 1
                     one.reward = await self._scorer.score(one)
+                    one.category = getattr(one.reward, "category", "")
             return finished
         finally:
             self._stages.pop(sample.index, None)
@@ -247,7 +256,7 @@ class GroupRun:
         except RewardError as error:
             raise GroupError(_reason(error), f"group {self.order.spec.id}: {error}") from error
         for sample, reward in zip(samples, rewards, strict=True):
-            sample.reward = reward
+            sample.reward, sample.category = reward, reward.category
 
     def _check_generations(self, samples: list[Sample]) -> None:
         """Samples of one generation are one answer and have one reward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ _MERGE_BELOW = 4096
 class Group:
     """Rows `start` to `stop` of a batch: the samples of one group."""
 
-    __slots__ = ("oldest", "start", "stop", "whole")
+    __slots__ = ("oldest", "start", "stats", "stop", "whole")
 
     def __init__(self, whole: RolloutBatch, start: int, stop: int, oldest: int) -> None:
         self.whole = whole
@@ -27,6 +27,8 @@ class Group:
         self.stop = stop
         self.oldest = oldest
         """Lowest weight version of its tokens; -1 where none is known."""
+        self.stats: Mapping[str, float] = {}
+        """What was counted of its samples; see `statistics`."""
 
     def __len__(self) -> int:
         """Samples."""

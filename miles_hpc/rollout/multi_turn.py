@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from typing import Any
 
 from miles_hpc.rollout.functions import load_function
 from miles_hpc.rollout.generate import STATUS_OF, GenerateContext, append_answer, append_tokens
 from miles_hpc.rollout.sample import Sample
+from miles_hpc.rollout.statistics import add_up
 
 KEY = "rollout.tools"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -62,12 +64,13 @@ async def multi_turn(sample: Sample, context: GenerateContext) -> None:
         calls = parse_tool_calls(sample.response)
         if sample.status != "completed" or not calls or run_tool is None or turn + 1 == rollout.max_turns:
             return
-        messages = []
+        messages, began = [], time.monotonic()
         for call in calls:
             context.stage(f"tool {call.name}")
             messages.append(
                 {"role": "tool", "name": call.name, "content": await _result(run_tool, call, sample, context)}
             )
+        add_up(sample, {"tool_s": time.monotonic() - began, "tool_calls": float(len(calls))})
         append_tokens(sample, continuation.suffix(answer.token_ids, messages, sample.tools or None))
 
 

@@ -95,12 +95,16 @@ class Sample(msgspec.Struct, kw_only=True):
     """Tools that the chat template shows, from `data.tools_key`."""
     extra: dict[str, Any] = {}
     """Further per-token arrays, `[tokens, ...]`, e.g. routed experts int32; numpy, the same names in every sample."""
+    stats: dict[str, float] = {}
+    """Numbers that add up over samples; their means are metrics of the step."""
+    category: str = ""
+    """A word that the reward function sorted the answer under; the share of each is a metric of the step."""
 
     def reset(self, seed: int) -> None:
         """Forget what was generated, to begin again with another seed."""
         self.seed = seed
         self.token_ids, self.loss_mask, self.logprobs, self.versions = [], [], [], []
-        self.response, self.status, self.reward, self.extra = "", "pending", None, {}
+        self.response, self.status, self.reward, self.extra, self.stats = "", "pending", None, {}, {}
 
     def messages(self) -> Messages:
         """The prompt as chat messages; a text is one message of the user."""

@@ -53,6 +53,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     samples: int
     """Rows that it has in the parcel."""
     reward_calls: int = 0
+    stats: dict[str, float] = {}
 
 
 class GroupsDone(_Message, frozen=True, kw_only=True):

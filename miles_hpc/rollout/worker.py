@@ -307,7 +307,7 @@ class RolloutWorker:
             self._fail(error)
         else:
             calls = 0 if run.order.evaluation else run.reward_calls
-            self._finish(name, self._packed(Done(name, len(samples), calls), samples))
+            self._finish(name, self._packed(Done(name, len(samples), calls, run.stats), samples))
 
     # ------------------------------------------------------------------------------------------ keeping
     def _packed(self, done: Done, samples: Sequence[SampleArrays]) -> _Kept:

@@ -3,6 +3,7 @@
 import asyncio
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -197,6 +198,24 @@ def test_a_group_that_cannot_be_trained_on_is_dropped(tmp_path, bad, text):
         worker.done("g1", bad)
         assert await worker.next() == FreeGroups(incarnation=1, groups=["g1"], reason="dropped")
         assert collector.dropped == {"invalid_sample": 1} and text in collector.last_failure
+
+    scenario(tmp_path, body)
+
+
+def test_a_group_with_other_columns_than_those_before_it_is_dropped_not_the_rollout(tmp_path):
+    async def body(dispatcher, running):
+        worker, collector = Worker(dispatcher.address, tmp_path), Collector("r")
+        dispatcher.dispatch([order("g1"), order("g2")], collector)
+        assert [await worker.next() for _ in range(3)] == [WorkWelcome(incarnation=1), order("g1"), order("g2")]
+        experts = {"experts": np.zeros((2, 4), np.int32)}
+        worker.done("g1", RolloutBatch.pack([SampleArrays([1, 2], [0, 1], [0.0, -1.0], 1.0, extra=experts)]))
+        assert await worker.next() == GroupsReceived(incarnation=1, groups=["g1"])
+        worker.done("g2", batch())
+        assert await worker.next() == FreeGroups(incarnation=1, groups=["g2"], reason="dropped")
+        assert list(collector.results) == ["g1"] and collector.dropped == {"invalid_sample": 1}
+        assert "has the extra columns {}; those of the groups before it are {'experts': 'int32[4]'}" in (
+            collector.last_failure
+        )
 
     scenario(tmp_path, body)
 
