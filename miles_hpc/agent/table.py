@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from miles_hpc.agent.farewell import FAREWELL_S, Farewell
 from miles_hpc.agent.gpus import GpuError
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.ports import PortError, Ports, describe_holder, is_served_by
@@ -20,6 +21,7 @@ from miles_hpc.agent.surroundings import NodeSurroundings, Surroundings, out_of_
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
+    HttpCall,
     Message,
     PortsReserved,
     Probe,
@@ -38,6 +40,7 @@ GPU_LOOK_S = 1.0
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|\[Errno 98\]|os error 98")
 
 
+_FAREWELL_LOOK_S = 0.02
 NO_PROBE = Probe()
 
 
@@ -57,6 +60,11 @@ class Row:
     patience: float = 0.0
     probe: Probe = NO_PROBE
     stateful: bool = False
+    calls: list[HttpCall] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+    farewell: Farewell | None = None
+    """Under way: then it is stopped for the cause and text of `stop`."""
+    stop: tuple[Cause, str, float | None] = ("stopped", "", None)
     gpu_uuids: list[str] = field(default_factory=list)
 
 
@@ -183,10 +191,14 @@ class WorkerTable:
 
     def next_deadline(self) -> float:
         """When `advance` has something to do."""
-        return self._gpu_look_at
+        said = any(row.farewell is not None for row in self._rows.values())
+        return min(self._gpu_look_at, self._clock() + _FAREWELL_LOOK_S if said else math.inf)
 
     def advance(self) -> None:
-        """Start what waited for GPUs that have become free."""
+        """Start what waited for GPUs that have become free; stop what has been taken leave of."""
+        for row in list(self._rows.values()):
+            if row.farewell is not None and row.farewell.over(self._clock()):
+                self._stop_now(row, *row.stop)
         if self._clock() >= self._gpu_look_at:
             self._gpu_look_at = math.inf
             for row in list(self._rows.values()):
@@ -221,7 +233,7 @@ class WorkerTable:
                 )
         except (GpuError, SpawnError, OSError) as failure:
             return str(failure)
-        row.pid, row.probe = process.pid, order.probe
+        row.pid, row.probe, row.calls, row.environ = process.pid, order.probe, order.farewell, order.env
         row.state = "starting"
         self._log.write(
             "worker_started",
@@ -270,8 +282,20 @@ class WorkerTable:
                 self._stop(row, "exited", reason, 0.0)
 
     def _stop(self, row: Row, cause: Cause, text: str, grace: float | None) -> None:
+        ready = row.state == "ready"
         self._unwatch(row)
         row.state = "stopping"
+        if row.farewell is not None and grace != 0.0:
+            return
+        if ready and row.calls and cause == "stopped" and grace != 0.0:
+            target = HostAndPort(self._ports.address, row.ports[row.probe.port])
+            row.stop = (cause, text, grace)
+            row.farewell = Farewell(target, row.calls, row.environ, self._clock() + FAREWELL_S)
+            return
+        self._stop_now(row, cause, text, grace)
+
+    def _stop_now(self, row: Row, cause: Cause, text: str, grace: float | None) -> None:
+        row.farewell = None
         self._supervisor.stop(row.worker, cause, text, grace=grace)
 
     # --------------------------------------------------------------------------------------------- reports

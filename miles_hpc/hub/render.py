@@ -81,6 +81,7 @@ def start_order(core: Core, cell: Cell, worker: Worker) -> StartWorker:
         stop_grace=spec.stop_grace,
         gpu_uuids=[node.gpus[slot].uuid for slot in worker.gpu_slots],
         stateful=spec.state == "stateful",
+        farewell=list(spec.farewell),
     )
 
 

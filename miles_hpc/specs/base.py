@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from miles_hpc.wire.address import HostAndPort
-from miles_hpc.wire.messages import PortInfo, Probe
+from miles_hpc.wire.messages import HttpCall, PortInfo, Probe
 
 TRAINING_GROUP = "training"
 """Driver and trainer go back to the last commit together, and the executor with them: the driver tells it so. An
@@ -77,6 +77,8 @@ class CommandWorkerSpec:
     reads: tuple[str, ...] = ()
     """Pools whose addresses the command is rendered with; this pool starts after them."""
     stop_grace: float = 5.0
+    farewell: tuple[HttpCall, ...] = ()
+    """Calls to the probe's port before a ready worker gets its stop signal."""
     meta: Callable[[int], dict[str, Any]] = lambda cell_index: {}
     """Facts about a cell that observers need; published with its addresses."""
 

@@ -9,7 +9,13 @@ from miles_hpc.specs.own import timed_probe
 from miles_hpc.specs.runtime import own_env, own_program
 from miles_hpc.specs.sglang import sglang_command, sglang_env
 from miles_hpc.wire.address import HostAndPort
-from miles_hpc.wire.messages import PortInfo
+from miles_hpc.wire.messages import HttpCall, PortInfo
+
+FAREWELL = (
+    HttpCall(path="/abort_request", body='{"abort_all": true}'),
+    HttpCall(path="/continue_generation", body="{}"),
+)
+"""SGLang waits for its requests after SIGTERM, and while it is paused for ever (seen)."""
 
 
 def engine_specs(config: Config) -> list[CommandWorkerSpec]:
@@ -61,6 +67,7 @@ def _group_spec(config: Config, model: ServedModel, group: Group) -> CommandWork
         port_infos=tuple(ports),
         probe=timed_probe(config, "http", "http", start_deadline=inference.start_deadline_s),
         stop_grace=config.timing.stop_grace,
+        farewell=FAREWELL if inference.engine == "sglang" else (),
         meta=lambda cell_index: {
             "model": model.name,
             "engine": inference.engine,

@@ -197,6 +197,14 @@ class ReservePorts(Message, frozen=True):
     """Ports that the cell's last generation had on this node; kept where they are free."""
 
 
+class HttpCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A POST to a worker's probe port."""
+
+    path: str
+    body: str = ""
+    """JSON."""
+
+
 class StartWorker(Message, frozen=True):
     worker: str
     generation: Generation
@@ -208,6 +216,8 @@ class StartWorker(Message, frozen=True):
     gpu_uuids: list[str] = []
     stateful: bool = False
     """Killed without TERM once the hub has been silent for `timing.fence`: another one may take its place then."""
+    farewell: list[HttpCall] = []
+    """Made when it is ready and about to be stopped, before its stop signal."""
 
 
 class StopWorker(Message, frozen=True):
