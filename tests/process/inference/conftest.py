@@ -22,7 +22,7 @@ from miles_hpc.config.load import write_resolved
 from miles_hpc.config.schema import Config, InferenceConfig, MakeModelConfig, ModelConfig
 from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext
 from miles_hpc.specs.engine import engine_specs
-from miles_hpc.specs.router import router_spec
+from miles_hpc.specs.router import router_specs
 from miles_hpc.train.make_model import make_model
 from miles_hpc.wire import rendezvous, security
 from miles_hpc.wire.address import HostAndPort
@@ -131,7 +131,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------- starting
     def router(self, *, ports: dict[str, int] | None = None, n: int = 1, listed: bool = True) -> Program:
-        program = self.from_spec(router_spec(self.config), 0, ports=ports, n=n)
+        program = self.from_spec(router_specs(self.config)[0], 0, ports=ports, n=n)
         return self._listed(program, "/liveness", listed)
 
     def real_engine(
