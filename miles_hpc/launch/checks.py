@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -237,14 +238,33 @@ def proxy_check(environ: Mapping[str, str]) -> Finding:
 
 def route_check(target: tuple[str, int] = _MODEL_HUB, timeout_s: float = 2.0) -> Finding:
     """Offline nodes are normal; the user should know."""
-    try:
-        socket.create_connection(target, timeout_s).close()
-    except OSError as error:
+    error = _no_connection(target, timeout_s)
+    if error:
         return Finding(
             check="hub_route", level="ok", text=f"no route to {target[0]} ({error}): an offline node",
             remedy="have model, tokenizer and data on the shared file system; set HF_HUB_OFFLINE=1",
         )  # fmt: skip
     return _ok("hub_route", f"{target[0]} can be reached")
+
+
+def _no_connection(target: tuple[str, int], timeout_s: float) -> str:
+    """Why there is no TCP connection to a place; empty when there is one.
+
+    On a thread: looking up a name knows no time limit of ours, and takes long where no name server answers.
+    """
+    said: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection(target, timeout_s).close()
+            said.append("")
+        except OSError as error:
+            said.append(error.strerror or str(error))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return said[0] if said else f"no answer within {timeout_s:g} s"
 
 
 def leftovers_check() -> Finding:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import pytest
 
@@ -21,8 +23,11 @@ ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "slurm-cluster"
 RL, JOIN = ROOT / "sbatch" / "rl.sbatch", ROOT / "sbatch" / "join.sbatch"
 NODES = ("node1", "node2", "node3", "node4")
-BINDINGS = ("TaskPlugin=task/affinity", "WaitTime=5")
-"""Both have broken runs elsewhere: one core for a whole node, and a clean exit of one task that ends the others."""
+SHAPE = ("--nodes", str(len(NODES)), "--conf", "TaskPlugin=task/affinity", "--conf", "WaitTime=5")
+"""Both settings have broken runs elsewhere: one core for a node, and a clean exit of one task that ends the others."""
+BED = Path(os.environ.get("MILES_HPC_SLURM_BASE", "/tmp/miles-hpc-slurm"))
+"""Where the tool keeps its state: one bed a machine."""
+LOCK_PATIENCE_S = 550.0
 ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"}
 
 
@@ -35,6 +40,22 @@ def wait_until(what: str, probe: Callable[[], T], timeout_s: float, every_s: flo
             return found
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(every_s)
+
+
+FIGURES: list[str] = []
+SLACK = 2.0
+"""The bounds hold on an idle machine; the machine that tests run on is not."""
+
+
+def figure(what: str, seconds: float, bound_s: float) -> None:
+    """Note how long something took, and hold it to its bound."""
+    FIGURES.append(f"{what}: {seconds:.1f} s (at most {bound_s:g} s)")
+    assert seconds <= bound_s * SLACK, FIGURES[-1]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in FIGURES:
+        terminalreporter.write_line(f"figure: {line}")
 
 
 def command(*argv: str | Path, timeout_s: float = 60.0, check: bool = True, **kwargs: Any) -> str:
@@ -50,6 +71,15 @@ def command(*argv: str | Path, timeout_s: float = 60.0, check: bool = True, **kw
     if check:
         assert done.returncode == 0, f"{argv[0]} ended with {done.returncode}: {done.stderr}{done.stdout}"
     return done.stdout
+
+
+class Process(NamedTuple):
+    """A process of a run. `worker` is empty for wardens, agents and hubs."""
+
+    pid: int
+    node: str
+    worker: str
+    words: str
 
 
 class Job:
@@ -126,20 +156,41 @@ class Job:
         except OSError:
             return ""
 
-    def processes(self) -> list[str]:
+    def processes(self) -> list[Process]:
         """Living processes of the run on any node: this machine sees into all of their pid namespaces."""
-        wanted = f"MILES_HPC_RUN_DIR={self.run_dir}".encode()
+        wanted = f"MILES_HPC_RUN_DIR={self.run_dir}"
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    words = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-                    found.append(f"{entry.name} {words[:120]}")
+                environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
             except OSError:
                 continue
+            if wanted in environ:
+                values = dict(item.partition("=")[::2] for item in environ)
+                node, worker = values.get("SLURMD_NODENAME", ""), values.get("MILES_HPC_WORKER", "")
+                found.append(Process(int(entry.name), node, worker, words[:120]))
         return found
+
+    def kill(self, part: str) -> list[int]:
+        """SIGKILL for the first process of a pool, or for all whose command line has `part`. Returns their pids."""
+        workers = sorted((p for p in self.processes() if p.worker.startswith(part)), key=lambda p: p.worker)
+        pids = [p.pid for p in workers][:1] or [p.pid for p in self.processes() if part in p.words]
+        assert pids, f"no {part} among {self.processes()}"
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        return pids
+
+    def step_started(self) -> float:
+        """Wall clock of when slurmstepd has started the first node's task, which is its warden by now."""
+        index = json.loads((self.run_dir / "status.json").read_text())["nodes"]
+        first = min(index, key=lambda row: row["node"])["host"]
+        (pid,) = (p.pid for p in self.processes() if p.node == first and "warden.py" in p.words)
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        age = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - age
 
     def wait_no_process(self, timeout_s: float) -> None:
         wait_until(f"no process of the run: {self.processes()}", lambda: not self.processes(), timeout_s)
@@ -168,15 +219,23 @@ class Bed:
         self._jobs: list[Job] = []
 
     def tool(self, *arguments: str, timeout_s: float = 120.0) -> str:
-        return command(sys.executable, TOOL, *arguments, timeout_s=timeout_s)
+        return command(TOOL, *arguments, timeout_s=timeout_s)
 
-    def submit(self, *arguments: str, options: Sequence[str] = (), script: Path = RL, cwd: Path | None = None) -> Job:
+    def submit(
+        self,
+        *arguments: str,
+        options: Sequence[str] = (),
+        script: Path = RL,
+        cwd: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Job:
         """`sbatch OPTIONS sbatch/rl.sbatch ARGUMENTS` as a user would, from a directory of its own."""
         cwd = cwd or self.folder
         output = cwd / "slurm-%j.out"
         job_id = command(
-            "sbatch", "--parsable", f"--output={output}", *options, script, *arguments, cwd=cwd, env=user_environ()
-        ).strip()
+            "sbatch", "--parsable", f"--output={output}", *options, script, *arguments,
+            cwd=cwd, env=user_environ(**(environ or {})),
+        ).strip()  # fmt: skip
         job = Job(job_id, cwd / "runs" / f"miles-hpc-{job_id}", cwd / f"slurm-{job_id}.out")
         if "--run-dir" in arguments:
             job.run_dir = Path(arguments[arguments.index("--run-dir") + 1]).absolute()
@@ -216,11 +275,31 @@ def user_environ(**more: str) -> dict[str, str]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     """One cluster for all tests; `MILES_HPC_KEEP_SLURM=1` leaves it up, for those who run one test after the other."""
     bed = Bed(tmp_path_factory.mktemp("slurm"))
-    options = [word for setting in BINDINGS for word in ("--conf", setting)]
-    bed.tool("up", "--nodes", str(len(NODES)), *options, timeout_s=400)
-    yield bed
-    if not os.environ.get("MILES_HPC_KEEP_SLURM"):
-        bed.tool("down")
+    with BED.with_suffix(".lock").open("w") as lock:
+        wait_until("other tests have left this machine's bed", lambda: _locked(lock), LOCK_PATIENCE_S, every_s=1)
+        bed.tool("up", *SHAPE, timeout_s=400)
+        daemons = bed.tool("status")
+        bed.tool("up", *SHAPE)
+        assert _pids(bed.tool("status")) == _pids(daemons), "a second `up` starts nothing anew"
+        yield bed
+        if not os.environ.get("MILES_HPC_KEEP_SLURM"):
+            running = _pids(bed.tool("status"))
+            bed.tool("down")
+            assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
+            assert "mhslurm0" not in command("ip", "link") and not BED.exists(), "nothing is left behind"
+            assert not Path("/etc/slurm/slurm.conf").exists()
+
+
+def _locked(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _pids(status: str) -> list[str]:
+    return [line.split()[1] for line in status.splitlines() if len(line.split()) == 2 and line.split()[1].isdigit()]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from miles_hpc import Run
-from tests.slurm.conftest import LONG, SMOKE, Bed, Job, command, first_steps, wait_until
+from tests.slurm.conftest import FIGURES, LONG, SMOKE, Bed, Job, command, figure, first_steps, wait_until
 
 pytestmark = pytest.mark.slurm
 
@@ -29,8 +29,8 @@ def finish(bed: Bed, job: Job, lost_at_step: int, undisturbed) -> None:
     assert job.attempts() == [0], "the run went on in this very allocation"
     assert job.ledger() == first_steps(undisturbed, verdict["steps"])
     assert verdict["steps"] > lost_at_step
-    wait_until(f"job {job.id} has left the queue, it is {job.state()}", lambda: not job.in_queue(), GONE_WITHIN_S)
-    print(f"job {job.id}: gone {time.monotonic() - ended:.1f} s after its verdict, {job.accounted()}")
+    wait_until(f"job {job.id} has left the queue, it is {job.state()}", lambda: not job.in_queue(), 2 * GONE_WITHIN_S)
+    figure(f"end of the run -> job {job.accounted()[0]} and gone from squeue", time.monotonic() - ended, GONE_WITHIN_S)
     assert Run(job.run_dir).wait(5)["outcome"] == "finished"
     job.wait_no_process(15)
 
@@ -80,9 +80,9 @@ def test_a_link_that_is_cut_for_a_minute_splits_no_brain(bed: Bed, undisturbed):
     wait_until("a minute", lambda: time.monotonic() - cut_at > 60, 70)
     bed.tool("join", node)
     joined = time.monotonic()
-    inside = [int(line.split()[0]) for line in job.processes() if _host_of(line) == node]
+    inside = [process.pid for process in job.processes() if process.node == node]
     wait_until("the old workers are stopped", lambda: not any(_is_worker(pid) for pid in inside), 30)
-    print(f"stopped {time.monotonic() - joined:.1f} s after the link was back")
+    FIGURES.append(f"link back -> superseded workers stopped: {time.monotonic() - joined:.1f} s")
     wait_until("the run goes on", lambda: job.steps() > 20, 120)
     command("scancel", job.id)
     job.wait(60)
@@ -91,17 +91,6 @@ def test_a_link_that_is_cut_for_a_minute_splits_no_brain(bed: Bed, undisturbed):
     groups = [row[1] for row in ledger]
     assert len(groups) == len(set(groups)), "nothing is committed twice"
     assert [row for row in ledger if row[0] <= 80] == first_steps(undisturbed, min(80, max(row[0] for row in ledger)))
-
-
-def _host_of(line: str) -> str:
-    """Slurm's name of the node that a process belongs to, by its host name space."""
-    pid = line.split()[0]
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return ""
-    names = [item.partition(b"=")[2].decode() for item in environ if item.startswith(b"SLURMD_NODENAME=")]
-    return names[0] if names else ""
 
 
 def _is_worker(pid: int) -> bool:
@@ -147,16 +136,14 @@ def test_a_killed_slurmstepd_takes_its_node_and_hangs_nobody(bed: Bed, undisturb
     assert verdict["outcome"] in ("finished", "drained"), verdict["reason"]
     assert verdict["steps"] > before or verdict["outcome"] == "drained"
     wait_until("this start of the job has ended", lambda: job.state() != "RUNNING", 60)
-    wait_until("no process of that node is left", lambda: not [p for p in job.processes() if _host_of(p) == node], 15)
+    wait_until("no process of that node is left", lambda: not [p for p in job.processes() if p.node == node], 15)
 
 
 def _stepd(job: Job, node: str) -> int:
     """The slurmstepd of the job's step on a node: the parent of the warden there."""
-    for line in job.processes():
-        if "warden.py" in line and _host_of(line) == node:
-            status = Path(f"/proc/{line.split()[0]}/status").read_text()
-            return int(next(row.split()[1] for row in status.splitlines() if row.startswith("PPid:")))
-    raise AssertionError(f"no warden on {node}: {job.processes()}")
+    (warden,) = (p.pid for p in job.processes() if p.node == node and "warden.py" in p.words)
+    status = Path(f"/proc/{warden}/status").read_text()
+    return int(next(row.split()[1] for row in status.splitlines() if row.startswith("PPid:")))
 
 
 def test_after_the_loss_of_one_node_of_one_a_clear_end(bed: Bed):
