@@ -60,6 +60,7 @@ class Seat:
 @dataclass
 class _Group:
     counted: bool
+    again: bool = False
     state: Literal["pending", "leased", "received"] = "pending"
     holder: Peer | None = None
     lost_by: set[str] = field(default_factory=set)
@@ -89,11 +90,16 @@ class Board:
         self._adopting_until = until
 
     # ------------------------------------------------------------------------------------------ work
-    def add(self, groups: Iterable[str], *, counted: bool = True) -> list[Action]:
-        """New groups. `counted` is off for evaluation, which the accounts never see and which goes before all else."""
+    def add(self, groups: Iterable[str], *, counted: bool = True, again: bool = False) -> list[Action]:
+        """New groups.
+
+        Args:
+            counted: off for evaluation, which the accounts never see and which goes before all else.
+            again: a lost executor had received them; those that nobody still holds are counted as `regenerate`.
+        """
         names = list(groups)
         for name in names:
-            self._groups[name] = _Group(counted)
+            self._groups[name] = _Group(counted, again=again)
         if counted:
             self._pending.extend(names)
         else:
@@ -278,6 +284,10 @@ class Board:
                 unwanted.setdefault(peer, []).append(name)
             actions = [Free(peer, tuple(names), "superseded") for peer, names in unwanted.items() if peer in self.seats]
             self._claims.clear()
+            for group in (self._groups[name] for name in self._pending):
+                if group.again:
+                    self._count_dispatch(group)
+                    self._count_drop(group, "regenerate")
         for seat in self.seats.values():
             if not seat.silent and now - seat.heard > self._lease_s:
                 seat.silent = True

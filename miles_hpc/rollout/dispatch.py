@@ -156,14 +156,16 @@ class Dispatcher:
         for peer, hello in waiting.items():
             self._on_hello(peer, hello, self._loop.time())
 
-    def dispatch(self, orders: Sequence[RunGroup], collector: Collector, *, counted: bool = True) -> None:
-        """Have these groups run; their ends are told to the collector."""
+    def dispatch(
+        self, orders: Sequence[RunGroup], collector: Collector, *, counted: bool = True, again: bool = False
+    ) -> None:
+        """Have these groups run; their ends are told to the collector. `counted`, `again`: see `Board.add`."""
         names = [order.spec.id for order in orders]
         for order in orders:
             self._orders[order.spec.id] = order
             self._collectors[order.spec.id] = collector
         collector.expect(names)
-        self._act(self._board.add(names, counted=counted))
+        self._act(self._board.add(names, counted=counted, again=again))
 
     def settle(self, groups: Collection[str], how: Ending, reason: str = "") -> None:
         """These groups are over; see `Board.settle`."""

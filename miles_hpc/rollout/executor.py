@@ -188,7 +188,8 @@ class Executor:
         self._version = max(self._version, announced.weight_version)
         specs = [self._source.spec(name) for name in announced.groups]
         collector = Collector(f"rollout {announced.rollout_id}, announced again")
-        self._dispatcher.dispatch([self._order(spec, announced.weight_version) for spec in specs], collector)
+        orders = [self._order(spec, announced.weight_version) for spec in specs]
+        self._dispatcher.dispatch(orders, collector, again=True)
         while collector.open:
             await progress(collector, self._dispatcher)
         if collector.dropped:

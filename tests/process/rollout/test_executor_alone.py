@@ -140,6 +140,8 @@ def test_with_a_worker_at_the_same_time_only_what_nobody_holds_is_done_again(sma
         for rollout in range(2, 5):
             await driver.step(rollout)
             await driver.commit(rollout)
+        counts = await driver.client.counts(final=True)
+        assert counts == {"dispatched": 30, "committed": 24, "returned": 0, "dropped": {"regenerate": 6}}
         await driver.client.close()
 
     go(scenario())

@@ -117,6 +117,27 @@ def test_a_failure_of_a_worker_whose_lease_has_ended_does_not_end_the_group():
     assert made.on_done(B, ["g1"], 12.0)[0]
 
 
+def test_what_a_lost_executor_had_and_nobody_holds_any_more_is_counted_as_regenerated():
+    made = board()
+    made.adopt(3.0)
+    # `g1` is kept, `g2` was dropped beyond keep_bytes, `g3` was never received by anyone.
+    assert made.add(["g1", "g2"], again=True) == [] and made.add(["g3"]) == []
+    assert made.on_hello(A, "worker-a", G1, 4, ["g1"], 1.0) == [Run(A, "g1")]
+    assert made.on_done(A, ["g1"], 1.5) == (["g1"], [])
+    assert made.on_tick(2.9) == []
+    assert made.on_tick(3.1) == [Run(A, "g2"), Run(A, "g3")]
+    assert counts(made) == {
+        "dispatched": 4,
+        "committed": 0,
+        "returned": 0,
+        "dropped": {"regenerate": 1},
+        "in_flight": 3,
+    }
+    # Another loss of a worker later on has its own name.
+    made.on_lost(A)
+    assert counts(made)["dropped"] == {"lost": 2, "regenerate": 1}
+
+
 def test_evaluation_is_never_counted():
     made = board(A)
     made.add(["v1", "v2"], counted=False)
