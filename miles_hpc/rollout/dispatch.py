@@ -227,11 +227,9 @@ class Dispatcher:
                 self._on_hello(peer, message, now)
             case WorkBeat():
                 if peer in self._board.seats:  # one that is unknown must say hello: it notices that nobody answers
-                    self._stages.update((stage.group, stage) for stage in message.running)
-                    running = [stage.group for stage in message.running]
-                    self._act(
-                        self._board.on_beat(peer, running if message.incarnation == self._incarnation else [], now)
-                    )
+                    self._stages.update((one.group, one) for one in message.oldest if one.group in self._orders)
+                    running = message.running if message.incarnation == self._incarnation else []
+                    self._act(self._board.on_beat(peer, running, now))
                     self._server.send(peer, BeatSeen())
             case GroupsDone() | GroupPartial() | GroupFailed() if message.incarnation != self._incarnation:
                 names = [done.group for done in message.groups] if isinstance(message, GroupsDone) else [message.group]

@@ -13,7 +13,7 @@ from miles_hpc.rollout.executor import Executor
 from miles_hpc.rollout.published import PublishedVersions
 from miles_hpc.transport.carriers import Outbox
 from miles_hpc.wire.client import HubClient
-from miles_hpc.wire.program import setup_logging
+from miles_hpc.wire.program import collect_rarely, setup_logging
 from miles_hpc.wire.rpc import RpcServer
 from miles_hpc.wire.serving import stop_event, until_one_ends
 from miles_hpc.wire.worker_env import WorkerEnv
@@ -33,6 +33,7 @@ async def execute(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     outbox = Outbox(env.listen["bulk"])
     with contextlib.closing(dispatcher), contextlib.closing(outbox):
         executor = Executor(config, env.attempt, env.run_dir, dispatcher, outbox, published)
+        collect_rarely()
         server = RpcServer(env.listen["rpc"], executor.methods(), env.run_dir, env.attempt)
 
         async def follow() -> None:

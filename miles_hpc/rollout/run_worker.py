@@ -9,13 +9,14 @@ from miles_hpc.config.load import read_resolved
 from miles_hpc.config.schema import Config
 from miles_hpc.rollout.worker import AddressBook, RolloutWorker
 from miles_hpc.wire.client import HubClient
-from miles_hpc.wire.program import setup_logging, stop_signals
+from miles_hpc.wire.program import collect_rarely, setup_logging, stop_signals
 from miles_hpc.wire.worker_env import WorkerEnv
 
 
 async def work(env: WorkerEnv, config: Config, hub: AddressBook) -> None:
     """Run groups until a signal."""
     worker = RolloutWorker(config, env, hub)
+    collect_rarely()
     for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     await worker.run()

@@ -43,7 +43,9 @@ class WorkBeat(_Message, frozen=True, kw_only=True):
     """Once a second, from the worker's event loop: a worker whose loop stands still is silent."""
 
     incarnation: int
-    running: list[Stage] = []
+    running: list[str] = []
+    oldest: list[Stage] = []
+    """Of some of the groups, those that were begun first."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 _PROGRESS_S = 10.0
+_STAGES = 32
+"""Groups whose stage goes with a beat."""
 _LARGE = 128 * 1024
 """Bytes of a group that stays in shared memory for the executor to fetch; smaller ones are sent, encrypted."""
 _TOGETHER = 1 << 20
@@ -209,8 +212,8 @@ class RolloutWorker:
 
     def _beat(self) -> None:
         if self._link is not None and self._welcomed:
-            stages = [run.stage() for run, _ in self._running.values()]
-            self._link.send(WorkBeat(incarnation=self._incarnation, running=stages))
+            oldest = [run.stage() for run, _ in itertools.islice(self._running.values(), _STAGES)]
+            self._link.send(WorkBeat(incarnation=self._incarnation, running=list(self._running), oldest=oldest))
 
     # ------------------------------------------------------------------------------------------ orders
     def _guarded(self, message: ToWorker) -> None:

@@ -127,8 +127,8 @@ def main():
         say(
             options,
             f"1,000 generations at once: {one['worker_per_s']:.0f}/s from a worker, {one['bare_per_s']:.0f}/s from a "
-            f"bare client ({one['ratio']:.0%}), p99 of that {one['bare_p99_ms']:.0f} ms; worker's CPU "
-            f"{one['worker_cpu_us']:.0f} us each",
+            f"bare client ({one['ratio']:.0%}); p99 {one['worker_p99_ms']:.0f} and {one['bare_p99_ms']:.0f} ms, CPU "
+            f"{one['worker_cpu_us']:.0f} and {one['bare_cpu_us']:.0f} us each",
         )
     if "table" in wanted:
         found["table"] = table(options)
