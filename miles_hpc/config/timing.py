@@ -38,6 +38,14 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 120.0
     anti_entropy: Annotated[float, Meta(gt=0, description="Between two full tables of one agent.")] = 10.0
     join: Annotated[float, Meta(gt=0, description="Until every node of the run has said hello.")] = 60.0
+    replace_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="A cell that has lost its place, and without which the run cannot go on, waits this long for "
+            "another one; then the run drains, and is queued again where there is a scheduler.",
+        ),
+    ] = 120.0
     stop_grace: Annotated[float, Meta(gt=0, description="Between SIGTERM and SIGKILL to a worker's group.")] = 5.0
     trainer_stop_grace: Annotated[float, Meta(gt=0, description="The same for a trainer's group.")] = 20.0
     drain: Annotated[

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from miles_hpc.hub import drain
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
-from miles_hpc.hub.healing import Ending, judge, may_start
+from miles_hpc.hub.healing import Ending, judge, may_start, vital
 from miles_hpc.hub.placement import NodeSlots, Place, PlacementRefused, place
 from miles_hpc.hub.render import ports_of_worker, start_order
 from miles_hpc.wire.ids import Generation
@@ -11,6 +12,8 @@ from miles_hpc.wire.messages import PortsReserved, ReservePorts, StopWorker, Sup
 
 PORT_RELAUNCHES = 3
 """Starts on other ports, beside the heal budget, of a cell that lost a race for one of its ports."""
+PLACED_LATER_S = 10.0
+"""A cell that fits nowhere for longer than this is looked at only once a second."""
 LAST_LINE_LIMIT = 300
 """Characters of a worker's last line that a reason quotes."""
 
@@ -84,6 +87,19 @@ def _kept_places(core: Core, cell: Cell) -> list[Place] | None:
     return [(worker.node, worker.gpu_slots) for worker in cell.previous]
 
 
+def _kept_for_vital_cells(core: Core, cell: Cell) -> dict[str, set[int]]:
+    """GPU slots that other cells, without which the run cannot go on, had and will be given again: they may wait for a
+    fence meanwhile, and whoever is placed there would hold up the run.
+    """
+    found: dict[str, set[int]] = {}
+    for name in core.waiting:
+        other = core.cells[name]
+        if other is not cell and other.wanted and vital(other):
+            for worker in other.previous:
+                found.setdefault(worker.node, set()).update(worker.gpu_slots)
+    return found
+
+
 def _stray_of(node: Node, cell: Cell) -> bool:
     """An old process of the cell may still hold its name and ports there."""
     return any(stray.rpartition("-")[0] == cell.id for stray in node.strays)
@@ -103,6 +119,7 @@ def _places(core: Core, cell: Cell) -> list[Place] | None:
                 cpus_used[worker.node] = cpus_used.get(worker.node, 0.0) + cpus
                 if other.pool == cell.pool:
                     of_pool[worker.node] = of_pool.get(worker.node, 0) + 1
+    kept_back = _kept_for_vital_cells(core, cell) if need.num_gpus_per_worker else {}
     alive = _usable_nodes(core)
     healthy = [node for node in alive if not node.quarantined]
     refused: PlacementRefused | None = None
@@ -113,7 +130,7 @@ def _places(core: Core, cell: Cell) -> list[Place] | None:
                 id=node.id,
                 cpus=node.cpus,
                 gpus=len(node.gpus),
-                free_gpus=frozenset(range(len(node.gpus))) - node.gpu_holders.keys(),
+                free_gpus=frozenset(range(len(node.gpus))) - node.gpu_holders.keys() - kept_back.get(node.id, set()),
                 cpus_used=cpus_used.get(node.id, 0.0),
                 pool_workers=of_pool.get(node.id, 0),
             )
@@ -136,19 +153,33 @@ def _places(core: Core, cell: Cell) -> list[Place] | None:
 
 
 def _on_refused(core: Core, cell: Cell, text: str) -> None:
-    """Wait while something may become free, for `timing.join` at most; otherwise end the run with the numbers."""
+    """A cell that fits nowhere. What never fitted ends the run with the numbers; what has lost its place waits for
+    another, and when none comes the run drains, to go on in another allocation from its last commit.
+    """
     if cell.unplaced_since is None:
         cell.unplaced_since = core.now
         core.note("cell_unplaced", "warning", cell=cell.id, reason=text)
     if cell.guest_of:
         return  # it is wanted only while its own node is there, which may be leaving
-    whole = sum(1 for node in core.nodes.values() if node.condition == "alive" and not node.left)
-    moving = any(other.phase is Phase.STOPPING for other in core.cells.values())
-    moving = moving or any(node.strays for node in core.nodes.values())
-    if whole >= core.info.expected_nodes and not moving:
-        core.decide("failed", text)
-    elif core.now - cell.unplaced_since > core.timing.join:
-        core.decide("failed", f"{text}; nothing became free within {core.timing.join:g} s (timing.join)")
+    waited = core.now - cell.unplaced_since
+    if waited > PLACED_LATER_S:
+        cell.retry_at = core.now + 1.0  # it may wait for hours, and a look at a large fleet costs
+    if cell.starts == 0 and core.info.epoch == 1:
+        whole = sum(1 for node in core.nodes.values() if node.condition == "alive" and not node.left)
+        moving = any(other.phase is Phase.STOPPING for other in core.cells.values())
+        moving = moving or any(node.strays for node in core.nodes.values())
+        if whole >= core.info.expected_nodes and not moving:
+            core.decide("failed", text)
+        elif waited > core.timing.join:
+            core.decide("failed", f"{text}; nothing became free within {core.timing.join:g} s (timing.join)")
+    elif waited > core.timing.replace_timeout and not _spared(core, cell):
+        limit = core.timing.replace_timeout
+        drain.begin(core, f"{text}; nothing became free within {limit:g} s (timing.replace_timeout)", 0.0, "placement")
+
+
+def _spared(core: Core, cell: Cell) -> bool:
+    """Whether the run gets on without this cell: others of its pool do its work, only less of it."""
+    return not vital(cell) and any(other.phase is Phase.READY for other in core.pools[cell.pool])
 
 
 def on_ports(core: Core, report: PortsReserved, node_id: str) -> None:
