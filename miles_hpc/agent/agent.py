@@ -153,7 +153,9 @@ class Agent:
             self._on_signals(signals)
             if self.options.lifeline in ready:
                 self._leave("the warden of this agent is gone", 1)
-            self.supervisor.reap()
+            for ended in self.supervisor.reap():
+                if ended.name != self.hub.name:
+                    self.table.on_ended(ended, by_slurm=self._by_slurm())
             self._talk()
             for finding in [*self.probes.advance(ready), *self.stalls.advance()]:
                 self.table.on_finding(finding)
@@ -162,7 +164,7 @@ class Agent:
                 if ended.name == self.hub.name:
                     self._on_hub_exit(ended)
                 else:
-                    self.table.on_exit(ended, by_slurm=self._clock() - self._last_foreign_signal < 2.0)
+                    self.table.on_exit(ended, by_slurm=self._by_slurm())
             self._on_time()
         return self._end()
 
@@ -236,6 +238,10 @@ class Agent:
                 self._ask_to_drain(f"{self.options.node} got {signal.Signals(signum).name}", signum != signal.SIGUSR2)
             elif signum in _STOP_SIGNALS or (self.options.guest and signum == signal.SIGUSR2):
                 self._leave(f"the agent got {signal.Signals(signum).name}", 1, by_signal=True)
+
+    def _by_slurm(self) -> bool:
+        """Whether a process that ends now may do so by a signal that this agent got, too."""
+        return self._clock() - self._last_foreign_signal < 2.0
 
     def _ask_to_drain(self, reason: str, ending: bool) -> None:
         """The whole run drains; the hub ends it, or this agent its node when no end has come in time."""

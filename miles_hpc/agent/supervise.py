@@ -81,6 +81,8 @@ class Worker:
     """pid -> start time of every living process that was seen to belong to it."""
     status: int | None = None
     """Wait status of its first process."""
+    just_ended: bool = False
+    """Its first process has ended since the last look."""
     cause: Cause = "exited"
     text: str = ""
     stopping: bool = False
@@ -112,6 +114,8 @@ class Supervisor:
         self._pid = os.getpid()
         self._unowned: set[tuple[int, int]] = set()
         """Descendants that belong to no worker, as of the last look."""
+        self._table: procfs.Table = {}
+        """All processes of the machine, as of the last look."""
 
     def spawn(
         self,
@@ -195,36 +199,39 @@ class Supervisor:
         worker.kill_at = kill_at
         worker.check_at = now
 
-    def reap(self) -> None:
-        """Collect ended children, adopted ones too; a worker whose first process ended begins to stop."""
+    def reap(self) -> list[Exit]:
+        """Collect ended children, adopted ones too; a worker whose first process ended begins to stop.
+
+        Returns the ends that nobody had asked for; what those workers left behind is not known yet.
+        """
+        ended: list[Exit] = []
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                return ended
             if pid == 0:
-                return
+                return ended
             for worker in self.workers.values():
                 if worker.pid == pid and worker.status is None:
-                    worker.status = status
                     now = self._clock()
-                    self._adopt_orphans(worker)
+                    worker.status, worker.just_ended = status, True
                     if not worker.stopping:
-                        self._begin(worker, now, now)  # by itself: what it left behind is killed at once
+                        worker.stopping, worker.kill_at = True, now  # what it left behind is killed at once
+                        ended.append(self._exit_of(worker))
                     worker.kill_at = min(worker.kill_at, now + ORPHAN_GRACE)
                     worker.check_at = now
 
-    def _adopt_orphans(self, worker: Worker) -> None:
+    def _adopt_orphans(self, table: procfs.Table, unowned: set[tuple[int, int]]) -> dict[str, list[procfs.Process]]:
         """What nobody owned before and hangs below this agent right after a worker's end was started by that worker.
 
         Only for a process without session, marker and history does this decide: born since the last look.
         """
-        before = self._unowned
-        self.observe()
-        for pid, start in self._unowned - before:
-            process = procfs.read_process(pid)
-            if process is not None and process.ppid == self._pid and process.key == (pid, start):
-                worker.known[pid] = start
+        ended = [worker for worker in self.workers.values() if worker.just_ended]
+        for worker in ended:
+            worker.just_ended = False
+        born = [table[pid] for pid, _ in unowned - self._unowned]
+        return {worker.name: [process for process in born if process.ppid == self._pid] for worker in ended[:1]}
 
     def observe(self) -> dict[str, list[procfs.Process]]:
         """Look at all descendants and remember whose they are. Returns the living processes of each worker."""
@@ -242,7 +249,10 @@ class Supervisor:
                 mine[owner].append(process)
             else:
                 unowned.add(process.key)
-        self._unowned = unowned
+        for name, orphans in self._adopt_orphans(table, unowned).items():
+            mine[name] += orphans
+            unowned -= {process.key for process in orphans}
+        self._unowned, self._table = unowned, table
         for name, worker in self.workers.items():
             worker.known = {process.pid: process.start for process in mine[name]}
         self._observe_at = self._clock() + OBSERVE_INTERVAL
@@ -293,7 +303,7 @@ class Supervisor:
     def _is_gone(self, worker: Worker, living: list[procfs.Process], now: float) -> bool:
         if not living and worker.status is not None:
             # A marker also finds what no line of descent leads to.
-            living = procfs.marked(procfs.snapshot(), worker.mark, self.run_dir)
+            living = procfs.marked(self._table, worker.mark, self.run_dir)
         if living or worker.status is None:
             worker.empty_passes = 0
             if now >= worker.kill_at:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from miles_hpc.agent.farewell import FAREWELL_S, Farewell
 from miles_hpc.agent.gpus import GpuError
@@ -41,6 +44,7 @@ _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|\[Errno 98\]
 
 
 _FAREWELL_LOOK_S = 0.02
+_STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 NO_PROBE = Probe()
 
 
@@ -66,6 +70,8 @@ class Row:
     """Under way: then it is stopped for the cause and text of `stop`."""
     stop: tuple[Cause, str, float | None] = ("stopped", "", None)
     gpu_uuids: list[str] = field(default_factory=list)
+    ended: WorkerExited | None = None
+    """What the hub was told when its first process had ended."""
 
 
 class WorkerTable:
@@ -328,9 +334,40 @@ class WorkerTable:
         self._log.write("worker_ready", worker=row.worker, generation=str(row.generation))
         self._send(WorkerReady(worker=row.worker, generation=row.generation))
 
+    def on_ended(self, ended: Exit, *, by_slurm: bool) -> None:
+        """The first process of a worker has ended by itself: the hub hears of it before the rest of it is gone."""
+        if ended.signal in _STOPS or (ended.exit_code or 0) - 128 in _STOPS:
+            return  # Slurm signals one process after the other: the agent's own signal may be about to explain this
+        row = self._rows[ended.name]
+        self._unwatch(row)
+        row.state = "stopping"
+        row.ended = self._report_of(row, ended, by_slurm=by_slurm)
+        self._send(msgspec.structs.replace(row.ended, gone=False))
+
     def on_exit(self, ended: Exit, *, by_slurm: bool) -> None:
         """Nothing of a worker is left."""
         row = self._rows[ended.name]
+        report = row.ended or self._report_of(row, ended, by_slurm=by_slurm)
+        if ended.leftovers:
+            text = f"{report.text}; {ended.leftovers} processes that it had started were killed".lstrip("; ")
+            report = msgspec.structs.replace(report, text=text)
+        self._forget(row)
+        self._send(report)
+        self._log.write(
+            "worker_exited",
+            "info" if report.cause == "stopped" else "warning",
+            worker=row.worker,
+            generation=str(row.generation),
+            pid=ended.pid,
+            exit_code=ended.exit_code,
+            signal=ended.signal,
+            oom=report.oom,
+            cause=report.cause,
+            text=report.text,
+            log_path=row.log_path,
+        )
+
+    def _report_of(self, row: Row, ended: Exit, *, by_slurm: bool) -> WorkerExited:
         around = row.around
         tail = ""
         if around is not None and around.log_path is not None:
@@ -341,11 +378,8 @@ class WorkerTable:
         if cause == "exited" and ended.exit_code and _ADDRESS_IN_USE.search(tail[-8192:]):
             cause = "port_taken"
             text = f"another process took one of its ports {row.ports} first (EADDRINUSE); {text}".rstrip("; ")
-        if ended.leftovers:
-            text = f"{text}; {ended.leftovers} processes that it had started were killed".lstrip("; ")
         oom = "no" if around is None else out_of_memory(around, ended.signal, killed_by_us=ended.killed_by_us)
-        self._forget(row)
-        report = WorkerExited(
+        return WorkerExited(
             worker=row.worker,
             generation=row.generation,
             exit_code=ended.exit_code,
@@ -355,20 +389,6 @@ class WorkerTable:
             text=text,
             log_path=row.log_path,
             log_tail=tail,
-        )
-        self._send(report)
-        self._log.write(
-            "worker_exited",
-            "info" if cause == "stopped" else "warning",
-            worker=row.worker,
-            generation=str(row.generation),
-            pid=ended.pid,
-            exit_code=ended.exit_code,
-            signal=ended.signal,
-            oom=oom,
-            cause=cause,
-            text=text,
-            log_path=row.log_path,
         )
 
     def _unwatch(self, row: Row) -> None:

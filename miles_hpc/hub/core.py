@@ -125,6 +125,8 @@ class Worker:
     order: StartWorker | None = None
     pid: int = 0
     ready: bool = False
+    ended: bool = False
+    """Its first process is; what it started may not be gone yet."""
     gone: bool = False
     ordered_at: float = 0.0
 

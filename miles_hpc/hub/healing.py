@@ -65,7 +65,7 @@ def judge(core: Core, cell: Cell, ending: Ending) -> list[Cell]:
     members = group_of(core, cell)
     retry_at = core.now
     if ending.budgeted:
-        for name in {worker.node for worker in cell.workers if worker.gone}:
+        for name in {worker.node for worker in cell.workers if worker.ended or worker.gone}:
             _blame(core, name, cell)
         if cell.spec.group:
             deaths, name = core.group_deaths.setdefault(cell.spec.group, deque()), f"group {cell.spec.group}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from miles_hpc.hub import drain
+from miles_hpc.hub.causes import last_words
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
 from miles_hpc.hub.healing import Ending, judge, may_start, vital
 from miles_hpc.hub.placement import NodeSlots, Place, PlacementRefused, place
@@ -14,8 +15,6 @@ PORT_RELAUNCHES = 3
 """Starts on other ports, beside the heal budget, of a cell that lost a race for one of its ports."""
 PLACED_LATER_S = 10.0
 """A cell that fits nowhere for longer than this is looked at only once a second."""
-LAST_LINE_LIMIT = 300
-"""Characters of a worker's last line that a reason quotes."""
 
 
 # ------------------------------------------------------------------------------------------------ starting
@@ -252,15 +251,31 @@ def on_ready(core: Core, worker: str, generation: Generation, node_id: str) -> N
 
 # -------------------------------------------------------------------------------------------------- ending
 def on_exited(core: Core, report: WorkerExited, node_id: str) -> None:
-    """A worker is gone: its cell ends, or is one step nearer to its end."""
+    """A worker has ended, or is gone: its cell ends, or is one step nearer to its end."""
     node = core.nodes[node_id]
-    node.release(report.worker, report.generation)
-    if node.strays.get(report.worker) == report.generation:
-        del node.strays[report.worker]
     found = core.find(report.worker, report.generation, node_id)
+    known = found is not None and found[1].ended
+    quiet = known or report.cause == "stopped" or core.outcome is not None
+    core.note(
+        "worker_gone" if known else "worker_exited",
+        "info" if quiet else "warning",
+        worker=report.worker,
+        generation=str(report.generation),
+        node=node_id,
+        how=how_it_ended(report),
+    )
+    if report.gone:
+        node.release(report.worker, report.generation)
+        if node.strays.get(report.worker) == report.generation:
+            del node.strays[report.worker]
     if found is None:
         return
     cell, worker = found
+    if known:
+        if report.gone:
+            on_worker_gone(core, cell, worker, Ending(""))  # why its cell ends was read from the first report
+        return
+    worker.ended = True
     text = f"{worker.id} {how_it_ended(report)}"
     if report.cause == "stopped_by_slurm":
         ending = Ending(text, budgeted=False, final=True)
@@ -275,7 +290,10 @@ def on_exited(core: Core, report: WorkerExited, node_id: str) -> None:
         )
     else:
         ending = Ending(text)
-    on_worker_gone(core, cell, worker, ending)
+    if report.gone:
+        on_worker_gone(core, cell, worker, ending)
+    else:
+        end_cell(core, cell, ending)
 
 
 def on_worker_gone(core: Core, cell: Cell, worker: Worker, ending: Ending) -> None:
@@ -287,7 +305,7 @@ def on_worker_gone(core: Core, cell: Cell, worker: Worker, ending: Ending) -> No
 
 
 def how_it_ended(report: WorkerExited) -> str:
-    """`ended with exit code 1, probe_failed: …; its last line: …; log /run/logs/…`"""
+    """`ended with exit code 1, probe_failed: …; its last line: …; likely cause: …; log /run/logs/…`"""
     if report.signal is not None:
         end = f"was killed by signal {report.signal}"
     elif report.exit_code is not None:
@@ -300,10 +318,8 @@ def how_it_ended(report: WorkerExited) -> str:
         end += f", {report.cause}"
     if report.text:
         end += f": {report.text}"
-    if report.exit_code and report.cause != "stopped":
-        # A program that gives up by itself says why in its last line; what one that was killed said last is not why.
-        lines = [line.strip() for line in report.log_tail.splitlines() if line.strip()]
-        end += f"; its last line: {lines[-1][:LAST_LINE_LIMIT]}" if lines else ""
+    if report.cause != "stopped" and (report.exit_code or report.signal is not None):
+        end += last_words(report.log_tail, killed=report.signal is not None)
     return f"{end}; log {report.log_path}" if report.log_path else end
 
 
@@ -323,7 +339,7 @@ def end_cell(core: Core, cell: Cell, ending: Ending) -> None:
         del core.clients[peer]
         core.send(peer, Superseded(reason=f"cell {cell.id} g{cell.generation} ends: {ending.text}"))
     for worker in cell.workers:
-        if not worker.gone:
+        if not (worker.gone or worker.ended):
             send_stop(core, cell, worker, ending.text)
     cell.wanted = cell.wanted and not ending.final
     if core.outcome is None and cell.wanted and not ending.follows:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from miles_hpc.hub import lifecycle
 from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
 from miles_hpc.hub.healing import Ending, group_of
@@ -45,7 +47,10 @@ def on_report(recovery: Recovery, node: Node, message: object) -> None:
         case WorkerExited():
             row = rows.get(message.worker)
             if row is not None and row.generation == message.generation:
-                del rows[message.worker]
+                if message.gone:
+                    del rows[message.worker]
+                else:
+                    rows[message.worker] = msgspec.structs.replace(row, state="stopping")
         case WorkerReady():
             row = rows.get(message.worker)
             if row is not None and row.generation == message.generation:

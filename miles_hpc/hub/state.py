@@ -166,14 +166,6 @@ class HubState:
             case WorkerReady():
                 lifecycle.on_ready(core, message.worker, message.generation, node_name)
             case WorkerExited():
-                core.note(
-                    "worker_exited",
-                    "info" if message.cause == "stopped" or core.outcome is not None else "warning",
-                    worker=message.worker,
-                    generation=str(message.generation),
-                    node=node_name,
-                    how=lifecycle.how_it_ended(message),
-                )
                 lifecycle.on_exited(core, message, node_name)
             case Goodbye():
                 membership.on_goodbye(core, node, message.reason)

@@ -134,7 +134,7 @@ class WorkerReady(Message, frozen=True):
 
 
 class WorkerExited(Message, frozen=True):
-    """A worker is gone, with everything it started. Pushed at once."""
+    """A worker has ended. Pushed at once, and again when everything it started is gone."""
 
     worker: str
     generation: Generation
@@ -148,6 +148,8 @@ class WorkerExited(Message, frozen=True):
     text: str = ""
     log_path: str = ""
     log_tail: str = ""
+    gone: bool = True
+    """Nothing of it is left. Otherwise a report with `gone` follows."""
 
 
 class Goodbye(Message, frozen=True):

@@ -107,12 +107,14 @@ class FakeHub:
         return value  # type: ignore[return-value]
 
     def reports(self, kind: type[M], worker: str = "", generation: Generation | None = None) -> list[M]:
+        """What was heard, of exits those of which nothing is left."""
         return [
             message
             for _, message in self.heard
             if isinstance(message, kind)
             and (not worker or getattr(message, "worker", "") == worker)
             and (generation is None or getattr(message, "generation", None) == generation)
+            and getattr(message, "gone", True)
         ]
 
     def expect(

@@ -116,7 +116,17 @@ class Node:
         order = StartWorker(**{"worker": W, "generation": g(n), "probe": probe or Probe(), **fields})
         self.table.on_start(order, accept=accept)
 
-    def end(self, n: int = 1, **fields: Any) -> None:
+    def end(self, n: int = 1, by_slurm: bool = False, **fields: Any) -> None:
+        """Nothing is left of the worker."""
+        self.supervisor.workers.pop(W, None)
+        self.table.on_exit(self._exit(n, fields), by_slurm=by_slurm)
+
+    def ended(self, n: int = 1, **fields: Any) -> None:
+        """Its first process has ended."""
+        self.table.on_ended(self._exit(n, fields), by_slurm=False)
+
+    @staticmethod
+    def _exit(n: int, fields: dict[str, Any]) -> Exit:
         given: dict[str, Any] = {
             "exit_code": 1,
             "signal": None,
@@ -125,8 +135,7 @@ class Node:
             "text": "",
             "leftovers": 0,
         }
-        self.supervisor.workers.pop(W, None)
-        self.table.on_exit(Exit(name=W, generation=g(n), pid=4242, **{**given, **fields}), by_slurm=False)
+        return Exit(name=W, generation=g(n), pid=4242, **{**given, **fields})
 
 
 @pytest.fixture
@@ -327,3 +336,30 @@ def test_what_was_left_behind_is_said(node):
     node.end(leftovers=2)
     (report,) = node.took()
     assert isinstance(report, WorkerExited) and "2 processes that it had started were killed" in report.text
+
+
+def test_the_hub_hears_of_an_end_before_the_rest_is_gone(node):
+    node.start()
+    node.took()
+    node.ended(exit_code=1)
+    (first,) = node.took()
+    assert (first.gone, first.exit_code, first.cause) == (False, 1, "exited")
+    assert [row.state for row in node.table.rows()] == ["stopping"]
+    node.end(exit_code=1, leftovers=1)
+    (second,) = node.took()
+    assert (second.gone, second.exit_code, second.cause) == (True, 1, "exited")
+    assert "1 processes that it had started were killed" in second.text
+    assert node.table.rows() == []
+
+
+@pytest.mark.parametrize(
+    "how", [{"exit_code": None, "signal": 15}, {"exit_code": 143}, {"exit_code": None, "signal": 12}]
+)
+def test_an_end_by_a_signal_that_may_be_slurm_s_is_told_when_the_agent_may_know(node, how):
+    node.start()
+    node.took()
+    node.ended(**how)
+    assert node.took() == []
+    node.end(by_slurm=True, **how)
+    (report,) = node.took()
+    assert (report.gone, report.cause) == (True, "stopped_by_slurm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from miles_hpc.config.schema import HealConfig
@@ -252,6 +253,8 @@ class Fleet:
             if worker in agent.table:
                 row = agent.table.pop(worker)
                 report = WorkerExited(worker=worker, generation=row.generation, **({"exit_code": 1} | how))
+                if report.cause in ("exited", "port_taken"):
+                    self.receive(agent.peer, msgspec.structs.replace(report, gone=False))
                 self.receive(agent.peer, report)
                 if settle:
                     self.settle()

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from miles_hpc.config.schema import HealConfig
@@ -121,6 +122,37 @@ def test_a_death_stops_the_siblings_and_the_cell_starts_again_when_all_are_gone(
     assert [o.keep for o in f.orders(ReservePorts)] == ports
     assert [dict(w.ports) for w in f.cell("engine-00000").workers] == ports
     assert f.core.healed() == 1 and not f.verdicts
+
+
+def test_a_cell_leaves_the_address_book_when_its_process_has_ended_and_starts_when_the_rest_is_gone(fleet, pool):
+    f = fleet(pool("engine", num_gpus_per_worker=1), gpus=1)
+    peer = f.agents[0].peer
+    ended = WorkerExited(
+        worker="engine-00000-00000", generation=Generation(1, 1), exit_code=1, cause="port_taken", gone=False
+    )
+    f.clear()
+    for _ in range(2):
+        f.receive(peer, ended)
+        assert f.phases() == {"engine-00000": "stopping"}
+        assert f.state.book["engine"] == []
+        assert f.orders(ReservePorts, StartWorker, StopWorker) == []
+        assert f.core.nodes["node-00000"].gpu_holders
+        assert f.cell("engine-00000").port_losses == 1
+    f.receive(peer, msgspec.structs.replace(ended, gone=True))
+    assert f.orders(ReservePorts)
+    assert f.cell("engine-00000").port_losses == 1
+    f.settle()
+    assert f.phases() == {"engine-00000": "ready"}
+    assert f.core.healed() == 1
+
+
+def test_a_death_counts_against_the_node_before_the_rest_is_gone(fleet, pool):
+    f = fleet(pool("engine"))
+    f.receive(
+        f.agents[0].peer,
+        WorkerExited(worker="engine-00000-00000", generation=Generation(1, 1), exit_code=1, gone=False),
+    )
+    assert [cell for _, cell in f.core.nodes["node-00000"].deaths] == ["engine-00000"]
 
 
 def test_reports_of_an_old_generation_change_nothing(fleet, pool):
