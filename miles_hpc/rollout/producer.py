@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from miles_hpc.config.schema import Config
-from miles_hpc.rollout.collect import Collector
+from miles_hpc.rollout.collect import Collector, RolloutFailed
 from miles_hpc.rollout.data import DataSource, DataState
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.groups import Group
@@ -179,7 +179,7 @@ class AsyncProducer(_Shared):
     been begun and not dropped, as https://arxiv.org/abs/2505.24298 bounds it. Workers' credits bound what runs at once.
 
     A finished group waits in arrival order. When it is taken, its oldest token may be at most `max_staleness` versions
-    behind; otherwise it is dropped, or generated anew.
+    behind; otherwise it is dropped and counted, or generated anew; either way another one is begun in its place.
     """
 
     def __init__(
@@ -195,6 +195,7 @@ class AsyncProducer(_Shared):
         self._calls = 0
         self._taken = 0
         self._stale = 0
+        self._last_stale = ""
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
 
@@ -220,6 +221,7 @@ class AsyncProducer(_Shared):
                         self._task.result()
                     self._fill()
                     self._check(self._collector)
+                    self._check_stale()
                     await self._changed.wait()
         except BaseException:
             # A call that is given up is made again, for the same rollout.
@@ -278,12 +280,24 @@ class AsyncProducer(_Shared):
             del self._collector.results[name]
             spec = self._specs.pop(name)
             self._stale += 1
+            self._last_stale = name
             if retry:
                 self._dispatcher.settle([name], "returned")
                 self._source.give_back([spec])
             else:
                 self._dispatcher.settle([name], "dropped", "stale")
         return len(self._collector.results)
+
+    def _check_stale(self) -> None:
+        """Raises RolloutFailed when everything that is generated is too old, as when engines keep their weights."""
+        rollout = self._config.rollout
+        if self._stale > (rollout.max_filtered_batches + rollout.max_staleness + 1) * rollout.batch_size:
+            raise RolloutFailed(
+                f"{self._collector.what}: {self._stale} groups were more than rollout.max_staleness = "
+                f"{rollout.max_staleness} weight versions behind {self._versions[-1]}, at last {self._last_stale}: the "
+                f"engines do not take new weights, or a group takes longer than so many steps: raise "
+                f"rollout.max_staleness"
+            )
 
     def _place(self) -> DataState:
         state = self._source.state()
