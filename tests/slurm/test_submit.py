@@ -13,7 +13,7 @@ import pytest
 
 from miles_hpc import Run, State, submit
 from miles_hpc.config.errors import ConfigError
-from tests.slurm.conftest import LONG, SMOKE, Bed, Job, command, first_steps, user_environ, wait_until
+from tests.slurm.conftest import LONG, SMOKE, Bed, Job, command, figure, first_steps, user_environ
 
 pytestmark = pytest.mark.slurm
 
@@ -38,7 +38,7 @@ def test_submitted_from_python_a_run_in_a_weird_directory_is_ready_drained_and_g
     place.mkdir()
     started = time.monotonic()
     run = submit("smoke", run_dir=place / "run", nodes=4, cpus_per_node=4, sets=SMOKE[2::2], signal_s=30, time="10")
-    assert time.monotonic() - started <= 4.0, "2 s on an idle machine"
+    figure("miles_hpc.submit returns", time.monotonic() - started, 2)
     job = Job(run.job_id, run.run_dir)
     bed.adopt(job)
     run.wait_ready(60)
@@ -90,7 +90,8 @@ def test_cancelled_before_and_after_its_start(bed: Bed, tmp_path):
     run = submit("smoke", run_dir=tmp_path / "runs", nodes=2, cpus_per_node=4, sets=LONG[2::2])
     job = bed.adopt(Job(run.job_id, run.run_dir))
     run.wait_ready(60)
-    run.cancel("enough")
+    # From another process, later, by the directory alone.
+    python(f"import miles_hpc; miles_hpc.Run({str(run.run_dir)!r}).cancel('enough')", tmp_path)
     summary = run.wait(60)
     assert (summary["outcome"], summary["reason"]) == ("cancelled", "enough")
     job.wait_no_process(15)
@@ -120,14 +121,20 @@ def test_submitting_from_inside_a_job_takes_nothing_of_it_along(bed: Bed, tmp_pa
         assert '"cpus":1' not in line.read_text().split("\n")[0]
 
 
+GPUS_TOO_MANY = "each needs 8 free GPUs on one node"
+
 BAD = [
     (["--partition", "nosuch"], "Slurm refused the job: invalid partition specified: nosuch"),
     (["--nodes", "5"], "Slurm refused the job: "),
     (["--gpus-per-node", "9"], "Slurm refused the job: "),
+    (["--account", "nosuch"], "Slurm refused the job: invalid account"),
     (["--time", "soon"], 'slurm.time = "soon": expected minutes'),
     (["--set", "slurm.additional={nodes=3}"], "slurm.additional.nodes is decided by the run: set slurm.nodes instead"),
     (["--run-dir", "/dev/shm/mh-run"], "lies on tmpfs, which other nodes do not see"),
-    (["--set", "inference.engine=sglang", "--set", "inference.gpus_per_engine=8", "--gpus-per-node", "4"], "GPU"),
+    (
+        ["--set", "inference.engine=sglang", "--set", "inference.gpus_per_engine=8", "--gpus-per-node", "4"],
+        GPUS_TOO_MANY,
+    ),
 ]
 
 
@@ -186,22 +193,6 @@ def test_many_runs_are_watched_by_one_question(bed: Bed, tmp_path):
     # Each new run is asked for once at first; from then on there is one question in five seconds for all.
     assert len(calls) <= len(runs) + 2, calls
     assert all(run.job_id in calls[-1] for run in runs)
-
-
-def test_wait_survives_a_slurmctld_that_is_away(bed: Bed, tmp_path):
-    run = submit("smoke", run_dir=tmp_path / "run", nodes=2, cpus_per_node=4, sets=LONG[2::2])
-    job = bed.adopt(Job(run.job_id, run.run_dir))
-    run.wait_ready(60)
-    bed.tool("kill-slurmctld")
-    try:
-        summary = wait_until(
-            "the verdict", lambda: job.run_dir.joinpath("summary.json").exists() and run.summary(), 120
-        )
-        assert summary["outcome"] == "finished"
-        assert run.wait(5)["outcome"] == "finished", "the verdict is enough"
-    finally:
-        bed.tool("start-slurmctld")
-    assert job.wait(60) == "COMPLETED"
 
 
 def test_an_unknown_keyword_is_answered_with_the_good_ones(tmp_path):
