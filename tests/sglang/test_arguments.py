@@ -12,7 +12,7 @@ import pytest
 
 from miles_hpc.specs.base import LaunchCommandContext
 from miles_hpc.specs.engine import engine_specs
-from miles_hpc.specs.router import router_spec
+from miles_hpc.specs.router import router_specs
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.security import create_secrets, load_http_key
 
@@ -105,7 +105,7 @@ def test_sglang_reads_its_command_as_meant_hostile_strings_included(runtimes, tm
 def test_the_router_reads_its_command_as_meant(runtimes, tmp_path, real_config):
     create_secrets(tmp_path, 0)
     ctx = context(str(tmp_path), http=1234, prometheus=5678)
-    spec = router_spec(real_config())
+    spec = router_specs(real_config())[0]
     argv = spec.launch_command(ctx)
     assert argv[0] == str(runtimes / "router" / "bin" / "python") and argv[1].endswith("keyed_router.py")
     (found,) = read_back(argv[0], _READ_ROUTER, [argv[2:]])
