@@ -113,7 +113,7 @@ def test_slurmd_killed_and_started_again_is_not_noticed(bed: Bed, undisturbed):
 
 def test_slurmctld_away_for_a_minute_does_not_stop_the_run_nor_those_who_wait_for_it(bed: Bed, undisturbed):
     # At a pace at which the run is not over before.
-    job = bed.submit(*LONG, "--set", "inference.fake_token_ms=50")
+    job = bed.submit(*SMOKE, "--set", "inference.fake_token_ms=50")
     job.wait_steps(2)
     bed.tool("kill-slurmctld")
     gone_at = time.monotonic()
@@ -128,7 +128,7 @@ def test_slurmctld_away_for_a_minute_does_not_stop_the_run_nor_those_who_wait_fo
         bed.tool("start-slurmctld")
     assert job.wait(120) == "COMPLETED", job.said()
     assert job.verdict()["cells"]["healed"] == 0
-    assert job.ledger() == first_steps(undisturbed, 80)
+    assert job.ledger() == first_steps(undisturbed, 40)
 
 
 def test_a_killed_slurmstepd_takes_its_node_and_hangs_nobody(bed: Bed, undisturbed):

@@ -121,20 +121,18 @@ def test_submitting_from_inside_a_job_takes_nothing_of_it_along(bed: Bed, tmp_pa
         assert '"cpus":1' not in line.read_text().split("\n")[0]
 
 
-GPUS_TOO_MANY = "each needs 8 free GPUs on one node"
+GPUS_TOO_MANY = "needs 8 GPUs (1 workers x 8) in one contiguous run of free slots; free: node-00000 4 of 4"
+EIGHT_GPUS = ("--set", "inference.engine=sglang", "--set", "inference.gpus_per_engine=8")
 
 BAD = [
     (["--partition", "nosuch"], "Slurm refused the job: invalid partition specified: nosuch"),
     (["--nodes", "5"], "Slurm refused the job: "),
     (["--gpus-per-node", "9"], "Slurm refused the job: "),
-    (["--account", "nosuch"], "Slurm refused the job: invalid account"),
+    (["--account", "nosuch"], "Slurm refused the job: Batch job submission failed: Invalid account"),
     (["--time", "soon"], 'slurm.time = "soon": expected minutes'),
     (["--set", "slurm.additional={nodes=3}"], "slurm.additional.nodes is decided by the run: set slurm.nodes instead"),
     (["--run-dir", "/dev/shm/mh-run"], "lies on tmpfs, which other nodes do not see"),
-    (
-        ["--set", "inference.engine=sglang", "--set", "inference.gpus_per_engine=8", "--gpus-per-node", "4"],
-        GPUS_TOO_MANY,
-    ),
+    ([*EIGHT_GPUS, "--gpus-per-node", "4"], GPUS_TOO_MANY),
 ]
 
 
