@@ -21,6 +21,7 @@ from miles_hpc.rollout.data import DataSource, DataState
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.groups import Group
 from miles_hpc.rollout.sample import GroupSpec, PartialSample, Status
+from miles_hpc.rollout.time_limit import timeout
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.batch import STATUSES, RolloutBatch
 
@@ -59,7 +60,9 @@ async def progress(collector: Collector, dispatcher: Dispatcher) -> None:
     """Wait for a change, with a line every 10 s that says what is waited for."""
     while True:
         try:
-            return await asyncio.wait_for(collector.wait(), PROGRESS_S)
+            # Not wait_for: it can lose a cancellation to a change that comes in the same turn of the loop.
+            async with timeout(PROGRESS_S):
+                return await collector.wait()
         except asyncio.TimeoutError:
             waiting = [f"{name}: {dispatcher.where(name)}" for name in sorted(collector.open)[:3]]
             done = len(collector.results)
@@ -157,7 +160,8 @@ class SyncProducer(_Shared):
             asked = set(self._dispatcher.interrupt(collector.open))
             while (asked & collector.open) and time.monotonic() < deadline:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(collector.wait(), deadline - time.monotonic())
+                    async with timeout(deadline - time.monotonic()):
+                        await collector.wait()
         rest = [name for name in (*collector.open, *collector.results, *collector.partial) if name not in used]
         partial = dict(collector.partial)
         if self._config.rollout.partial:
