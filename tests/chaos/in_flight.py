@@ -1,9 +1,12 @@
-"""Stops a process in the middle of a request, so that a test knows what a signal hits."""
+"""Stops a process in the middle of a request, or of a file, so that a test knows what a signal hits."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +81,29 @@ def _unread(pid: int, addresses: set[str]) -> Iterator[int]:
         _, local, remote, state, queues, *_, inode = line.split()[:10]
         if state == "01" and f"socket:[{inode}]" in own and {local, remote} & addresses:
             yield int(queues.partition(":")[2], 16)
+
+
+class Creations:
+    """Names of files that appear in a directory, told by the kernel (inotify) within microseconds."""
+
+    _CREATE = 0x100
+
+    def __init__(self, directory: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        if self._fd < 0 or libc.inotify_add_watch(self._fd, os.fsencode(directory), self._CREATE) < 0:
+            raise OSError(ctypes.get_errno(), f"inotify of {directory}")
+
+    def wait(self, timeout_s: float) -> list[str]:
+        """What has appeared; waits for the first for a while."""
+        if not select.select([self._fd], [], [], timeout_s)[0]:
+            return []
+        data, names, at = os.read(self._fd, 65536), [], 0
+        while at < len(data):
+            (length,) = struct.unpack_from("I", data, at + 12)
+            names.append(data[at + 16 : at + 16 + length].rstrip(b"\0").decode())
+            at += 16 + length
+        return names
+
+    def close(self) -> None:
+        os.close(self._fd)

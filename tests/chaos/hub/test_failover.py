@@ -1,14 +1,18 @@
 """The hub's node is lost, cut off or frozen: one hub acts at any time, and the run ends as if nothing had been."""
 
+import contextlib
 import os
+import re
 import signal
 import time
 
+import psutil
 import pytest
 
 from miles_hpc.rollout.commits import read_chain
 
 from ..conftest import wait_for
+from ..in_flight import Creations
 from .namespaces import SpreadRun
 
 pytestmark = [
@@ -93,22 +97,45 @@ def test_a_frozen_node_that_is_thawed_finds_itself_replaced(spread):
     assert run.epochs() == [1, 2]
 
 
-def test_a_frozen_driver_that_wakes_up_commits_nothing(spread):
+def stop_in_a_commit(run, patience_s=60.0):
+    """Stop the driver between the temporary file of a commit and its link. Returns its pid and the commit's number."""
+    commits = run.run_dir / "commits"
+    deadline = time.monotonic() + patience_s
+    with contextlib.closing(Creations(commits)) as created:
+        while time.monotonic() < deadline:
+            # `.00007.json.PID.hex`
+            for found in filter(None, (re.fullmatch(r"\.(\d+)\.json\.(\d+)\.\w+", n) for n in created.wait(1.0))):
+                target, driver = commits / f"{found[1]}.json", psutil.Process(int(found[2]))
+                driver.suspend()
+                while driver.status() != psutil.STATUS_STOPPED:
+                    assert time.monotonic() < deadline, driver
+                if (commits / found[0]).exists() and not target.exists():
+                    return driver.pid, int(found[1])
+                driver.resume()  # it was faster: the next one
+    raise AssertionError(f"no commit was caught in the middle within {patience_s:g} s")
+
+
+def test_a_node_that_is_stopped_in_the_middle_of_a_commit_commits_nothing_when_it_wakes_up(spread):
     run = spread(3, "steps=4000", "train.save_every=1", *SOON)
     run.reach(3)
     home = run.node_of("driver-00000")
     assert home != 0, "stateful cells avoid the hub's node"
+    driver, n = stop_in_a_commit(run)
     run.freeze(home)
+    assert run.node_of("driver-00000") == home
     reached = run.step()
-    driver = wait_for(lambda: run.node_of("driver-00000") != home, "the incarnation to start elsewhere", 120)
-    assert driver
+    wait_for(lambda: run.node_of("driver-00000") != home, "the incarnation to start elsewhere", 120)
     run.reach(reached + 5, 120)
+    (at_n,) = [commit for commit in read_chain(run.run_dir) if commit.n == n]
+    assert at_n.kind == "open", "the new incarnation took the number that the old one was about to take"
+    drafts = list((run.run_dir / "commits").glob(f".{n:05d}.json.{driver}.*"))
+    assert len(drafts) == 1, "the old driver is still in the middle of it"
     run.thaw(home)
     wait_for(lambda: run.alive_nodes() == 3, "the node's return", 60)
     run.reach(run.step() + 5)
     wait_for(lambda: run.superseded_is_gone(home), "what was superseded to end", 30)
     chain = read_chain(run.run_dir)
-    assert [commit.n for commit in chain] == list(range(1, len(chain) + 1))
+    assert [commit.n for commit in chain] == list(range(1, len(chain) + 1)) and at_n in chain
     assert [commit.kind for commit in chain].count("open") == 2 and run.epochs() == [1]
     steps = [commit.step for commit in chain if commit.kind == "step"]
     assert steps == sorted(set(steps)), "every step is committed once"
