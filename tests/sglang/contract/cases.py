@@ -18,6 +18,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from miles_hpc.inference.needs import NEEDED_CALLS
+
 PROMPT = [10, 20, 30, 40, 50]
 LONG = 600
 """Tokens of a request that is still running when something happens to it."""
@@ -119,6 +121,14 @@ def free_port() -> int:
 
 
 # --------------------------------------------------------------------------------------------------- generation
+def test_every_call_that_is_needed_of_an_engine_is_on_its_openapi_page(engine):
+    async def body(talk):
+        page = await talk.get("/openapi.json")
+        assert [call for call in NEEDED_CALLS if call not in page["paths"]] == []
+
+    engine.run(body)
+
+
 def test_ids_log_probs_and_spans_of_an_answer_fit_together(engine):
     async def body(talk):
         answer = await talk.generate(PROMPT, 16)

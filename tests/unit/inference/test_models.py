@@ -286,3 +286,25 @@ def test_an_external_engine_gets_its_own_key_or_none_and_never_the_runs(parts, t
     secrets.write_text("two\nlines")
     with pytest.raises(security.SecurityError, match="expected one line with a key"):
         security.read_engine_key(secrets)
+
+
+def test_an_engine_that_hangs_after_a_broken_broadcast_is_replaced_within_a_bound_and_the_other_serves(parts, caplog):
+    async def scenario(p, fleet):
+        router, engines = await two_engines(p, fleet)
+        await fleet.publish(1, p.http)
+        window = await fleet.start()
+        engines[0].moves = False  # its scheduler waits in the broken group
+        for engine in engines:
+            engine.paused = "retract"
+        reason = "weights 2: the broadcast to 2 engines broke: no answer in time"
+        await fleet.service.abort_update_weights({"window_id": window.window_id, "reason": reason}, [])
+        began = asyncio.get_running_loop().time()
+        await until(lambda: fleet.replaced)
+        assert asyncio.get_running_loop().time() - began < 3
+        ((cell, _, why),) = fleet.replaced
+        assert cell == "engine-policy-0-00000" and "did not continue after an aborted weight window" in why
+        await fleet.serving(1)
+        assert engines[1].paused is None and router.listed() == {engines[1].url}
+        assert f"aborted: {reason}" in caplog.text and why in caplog.text
+
+    run(parts, scenario, stall_s=1.2)
