@@ -146,14 +146,21 @@ class _Spool:
         prompts: the rows, read to their end.
 
     Raises:
-        DataError: a row is larger than anything that can be generated from.
+        DataError: a row holds something that cannot be sent to a worker.
     """
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the prompts
         encoder, ends = msgspec.msgpack.Encoder(), [0]
-        for prompt in prompts:
-            ends.append(ends[-1] + self._file.write(encoder.encode(prompt)))
+        for number, prompt in enumerate(prompts):
+            try:
+                packed = encoder.encode(prompt)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise DataError(
+                    f"prompt {number} cannot be sent to a worker: {error}; rows may hold texts, numbers, bytes, lists "
+                    f"and tables"
+                ) from error
+            ends.append(ends[-1] + self._file.write(packed))
         self._file.flush()
         self._ends = np.array(ends, np.int64)
         self._decoder = msgspec.msgpack.Decoder(Prompt)
@@ -189,7 +196,13 @@ def _parquet_rows(path: Path, rows: slice, keys: Keys) -> Iterator[Prompt]:
         if number + count > selected.start and number < selected.stop:
             at = number
             for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=list(dict.fromkeys(wanted))):
-                for row in batch.to_pylist():
+                try:
+                    found = batch.to_pylist()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{path}, rows {at} to {at + batch.num_rows - 1}: a text is not UTF-8 ({error}); write it again"
+                    ) from error
+                for row in found:
                     if at in selected:
                         yield read_row(row, keys, f"{path}, row {at}")
                     at += 1

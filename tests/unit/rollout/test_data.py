@@ -1,12 +1,13 @@
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_hpc.config.schema import DataConfig, ReasoningGymConfig
 from miles_hpc.rollout.data import DataError, DataSource, DataState, Keys, epoch_order, open_prompts, open_source
-from miles_hpc.rollout.sample import sample_seed
+from miles_hpc.rollout.sample import PartialSample, sample_seed
 
 pytestmark = pytest.mark.unit
 
@@ -182,3 +183,47 @@ def test_a_group_is_found_again_by_its_id():
     source = DataSource(5, seed=3, shuffle=True)
     groups = source.next(12)
     assert [source.spec(group.id) for group in groups] == groups
+
+
+def test_a_text_that_does_not_decode_is_named_with_its_row(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "a", "label": 1}\n{"prompt": "b\xff", "label": 1}\n')
+    with pytest.raises(DataError, match=r"p.jsonl, line 2: broken JSON"):
+        open_prompts(str(path), Keys())
+    path.write_text('{"prompt": "half \\ud800", "label": 1}\n')
+    with pytest.raises(DataError, match=r"p.jsonl, line 1"):
+        open_prompts(str(path), Keys())
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    buffers = pa.array([b"good", b"b\xff"], pa.binary()).buffers()
+    texts = pa.StringArray.from_buffers(2, buffers[1], buffers[2])
+    pq.write_table(pa.table({"prompt": texts, "label": ["1", "2"]}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=r"p.parquet, rows 0 to 1: a text is not UTF-8"):
+        open_prompts(str(tmp_path / "p.parquet"), Keys())
+
+
+def test_bytes_pass_through_and_what_cannot_be_sent_is_refused(monkeypatch):
+    rows = [{"prompt": "a", "label": 1, "image": b"\x89PNG"}, {"prompt": "b", "label": 1, "image": object()}]
+    monkeypatch.setattr("miles_hpc.rollout.data.load_function", lambda path, key: lambda: rows[:count])
+    data = DataConfig(source="m:rows", multimodal_keys=["image"])
+    count = 1
+    assert open_source(data)[0].metadata == {"image": b"\x89PNG"}
+    count = 2
+    with pytest.raises(DataError, match=r"prompt 1 cannot be sent to a worker.*object"):
+        open_source(data)
+
+
+def test_the_state_is_readable_and_holds_what_partial_samples_have():
+    source = DataSource(10, seed=3, shuffle=True)
+    first, second = source.next(2)
+    partial = PartialSample(
+        index=1, status="aborted", token_ids=[1, 2], loss_mask=[0, 1], logprobs=[0.0, -0.5], versions=[(3, 1, 2)]
+    )
+    source.give_back([msgspec.structs.replace(second, partial=[partial]), first])
+    text = msgspec.json.encode(source.state()).decode()
+    shown = json.loads(text)
+    assert (shown["epoch"], shown["offset"]) == (0, 2)
+    assert [group["id"] for group in shown["buffer"]] == [first.id, second.id]
+    assert shown["buffer"][1]["partial"][0]["logprobs"] == [0.0, -0.5]
+    resumed = DataSource(10, seed=3, shuffle=True)
+    resumed.restore(msgspec.json.decode(text, type=DataState))
+    assert resumed.next(2)[1].partial == [partial]
