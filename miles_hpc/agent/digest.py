@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from miles_hpc import __version__
-from miles_hpc.config.load import RESOLVED
+from miles_hpc.config.node import RESOLVED
 
 
 def run_digest(run_dir: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +40,8 @@ class Farewell:
         return self._over.is_set() or now >= self.until
 
     def _say(self) -> None:
+        import http.client  # here, because it brings more than the rest of the agent, and few workers need it
+
         try:
             # Read here: a file system that hangs must hold up this thread alone.
             key = load_http_key(Path(self._environ[RUN_DIR]), int(self._environ[ATTEMPT]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_hpc.agent import procfs
-from miles_hpc.config.schema import GpuConfig
+from miles_hpc.config.node import GpuConfig
 from miles_hpc.wire.messages import Gpu
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_hpc.agent.inventory import Granted
-from miles_hpc.config.schema import GpuConfig
+from miles_hpc.config.node import GpuConfig
 from miles_hpc.config.timing import Timing
 from miles_hpc.wire.ids import node_id
 

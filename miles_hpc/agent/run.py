@@ -22,8 +22,7 @@ from miles_hpc.agent.ports import PortError
 from miles_hpc.agent.scratch import ScratchError
 from miles_hpc.agent.supervise import SpawnError
 from miles_hpc.config.errors import ConfigError
-from miles_hpc.config.load import read_resolved
-from miles_hpc.config.schema import Config
+from miles_hpc.config.node import read_node_config
 from miles_hpc.wire.rendezvous import RendezvousError
 from miles_hpc.wire.security import SecurityError
 
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.set_inheritable(given.lifeline, False)
     try:
         _raise_file_limit()
-        config = read_resolved(run_dir)
+        config = read_node_config(run_dir)
         options = Options(
             run_dir=run_dir,
             attempt=given.attempt,
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             scratch=config.cluster.scratch,
             local_logs=config.logs.local_dir,
             gpu=config.gpu,
-            wants_gpus=_wants_gpus(config),
+            wants_gpus=config.wants_gpus,
             granted=Granted(
                 cpus=given.granted_cpus, memory_bytes=given.granted_memory, gpus=max(0, given.granted_gpus)
             ),
@@ -114,11 +113,6 @@ def _raise_file_limit() -> None:
             "ask for more, or give srun --propagate=NONE",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _wants_gpus(config: Config) -> bool:
-    engines = config.inference
-    return engines.gpus_per_engine > 0 or any(group.gpus_per_engine for group in engines.groups)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def prepare(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepare
     from miles_hpc.cli.environment import write_environment
     from miles_hpc.cli.preflight import claim_run_dir, preflight
     from miles_hpc.cli.run import loaded_files, make_model_in, with_model
-    from miles_hpc.config.load import RESOLVED, write_resolved
+    from miles_hpc.config.load import write_resolved
+    from miles_hpc.config.node import RESOLVED
     from miles_hpc.launch.attempts import claim_attempt, register
     from miles_hpc.wire.security import create_secrets
 

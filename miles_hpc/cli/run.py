@@ -19,7 +19,8 @@ from miles_hpc.cli.apart import apart
 from miles_hpc.cli.exits import BY_OUTCOME, CANCELLED, FAILED, FINISHED, one_line, refuse
 from miles_hpc.cli.preflight import claim_run_dir, preflight, resolve
 from miles_hpc.config.errors import ConfigError
-from miles_hpc.config.load import RESOLVED, Loaded, read_resolved, write_resolved
+from miles_hpc.config.load import Loaded, read_resolved, write_resolved
+from miles_hpc.config.node import RESOLVED
 from miles_hpc.config.schema import Config
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from miles_hpc.config import tree
 from miles_hpc.config.errors import ConfigError, ConflictError
+from miles_hpc.config.node import RESOLVED
 from miles_hpc.config.schema import Config
 from miles_hpc.config.tree import Node
 
@@ -21,7 +22,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-RESOLVED = "config.resolved.toml"
 SET = "--set"
 
 

@@ -8,70 +8,28 @@ import msgspec
 from msgspec import Meta
 
 from miles_hpc.config.inference import EngineGroupConfig, ExternalEngineConfig, InferenceConfig, ServedModelConfig
+from miles_hpc.config.node import ClusterConfig, GpuConfig, LogsConfig, NetworkConfig
 from miles_hpc.config.section import NonNegativeInt, PositiveFloat, PositiveInt
 from miles_hpc.config.section import describe as _d
 from miles_hpc.config.section import path as _path
 from miles_hpc.config.section import program as _program
 from miles_hpc.config.timing import Timing
 
-__all__ = ["Config", "EngineGroupConfig", "ExternalEngineConfig", "InferenceConfig", "ServedModelConfig"]
+__all__ = [
+    "ClusterConfig",
+    "Config",
+    "EngineGroupConfig",
+    "ExternalEngineConfig",
+    "GpuConfig",
+    "InferenceConfig",
+    "LogsConfig",
+    "NetworkConfig",
+    "ServedModelConfig",
+]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the run file; unknown keys are refused."""
-
-
-class ClusterConfig(_Section, frozen=True):
-    """Where the run lives."""
-
-    local_nodes: Annotated[
-        PositiveInt, _d("Agents started on this machine by `miles-hpc run`, on 127.0.0.2 and up.")
-    ] = 1
-    spare_nodes: Annotated[NonNegativeInt, _d("Nodes kept free for replacements.")] = 0
-    scratch: Annotated[
-        str,
-        _d(
-            "Node-local directory for temporary files and caches of compiled code; empty, or not usable on a node: the "
-            "first usable of SLURM_TMPDIR, TMPDIR, /tmp, /dev/shm."
-        ),
-    ] = ""
-
-
-class LogsConfig(_Section, frozen=True):
-    """Logs of workers; those of agents and hubs always lie in the run directory."""
-
-    local_dir: Annotated[
-        str,
-        _d(
-            "Node-local directory that the logs of workers go to first; they are brought to the run directory every "
-            "few seconds, and whole when the worker ends. Empty: straight to the run directory."
-        ),
-    ] = ""
-
-
-class NetworkConfig(_Section, frozen=True):
-    """Addresses and ports."""
-
-    interface: Annotated[
-        str, _d("Interface whose addresses the hub and workers use; empty: every routable one is tried.")
-    ] = ""
-    subnet: Annotated[str, _d("CIDR that the chosen address must lie in; empty: any.")] = ""
-    port_range: Annotated[
-        tuple[int, int] | None, _d("First and last dynamic port; unset: 20000 up to the kernel's ephemeral range.")
-    ] = None
-
-
-class GpuConfig(_Section, frozen=True):
-    """GPUs that others still use when a worker is to start on them."""
-
-    foreign: Annotated[
-        Literal["refuse", "warn"],
-        _d("A worker's GPU whose memory others hold: `refuse` does not start it, `warn` does and names them."),
-    ] = "refuse"
-    min_free: Annotated[
-        float, Meta(gt=0, le=1), _d("Share of a GPU's memory that must be free before a worker starts on it.")
-    ] = 0.9
-    wait_s: Annotated[float, Meta(ge=0), _d("How long that is waited for.")] = 60.0
 
 
 class RuntimeConfig(_Section, frozen=True):

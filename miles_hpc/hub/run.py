@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from miles_hpc import __version__
-from miles_hpc.config.load import RESOLVED, read_resolved
+from miles_hpc.config.load import read_resolved
+from miles_hpc.config.node import RESOLVED
 from miles_hpc.config.schema import Config
 from miles_hpc.hub import journal
 from miles_hpc.hub.core import RunInfo
