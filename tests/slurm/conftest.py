@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -174,19 +175,22 @@ class Job:
                 found.append(Process(int(entry.name), node, worker, words[:120]))
         return found
 
-    def kill(self, part: str) -> list[int]:
-        """SIGKILL for the first process of a pool, or for all whose command line has `part`. Returns their pids."""
-        workers = sorted((p for p in self.processes() if p.worker.startswith(part)), key=lambda p: p.worker)
-        pids = [p.pid for p in workers][:1] or [p.pid for p in self.processes() if part in p.words]
-        assert pids, f"no {part} among {self.processes()}"
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        return pids
+    def kill_worker(self, pool: str) -> None:
+        """SIGKILL for the first process of a pool."""
+        found = min((p for p in self.processes() if p.worker.startswith(pool)), key=lambda p: p.worker)
+        os.kill(found.pid, signal.SIGKILL)
 
-    def step_started(self) -> float:
+    def kill_agents(self) -> None:
+        """SIGKILL for agents and wardens of all nodes at once: nobody of ours is left to clean up."""
+        found = [p.pid for p in self.processes() if "warden.py" in p.words or "miles_hpc.agent.run" in p.words]
+        assert len(found) >= 2, self.processes()
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):  # the end of one ends others
+                os.kill(pid, signal.SIGKILL)
+
+    def step_started(self, attempt: int = 0) -> float:
         """Wall clock of when slurmstepd has started the first node's task, which is its warden by now."""
-        index = json.loads((self.run_dir / "status.json").read_text())["nodes"]
-        first = min(index, key=lambda row: row["node"])["host"]
+        first = next(row["host"] for row in self.events("agent_joined", attempt) if row["node"] == "node-00000")
         (pid,) = (p.pid for p in self.processes() if p.node == first and "warden.py" in p.words)
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         age = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")

@@ -51,7 +51,6 @@ def test_with_proctrack_cgroup_no_process_is_left_either(bare: Bed, tmp_path, ho
     if how == "scancel":
         command("scancel", job.id)
     else:
-        for part in ("warden.py", "miles_hpc.agent.run"):
-            job.kill(part)
+        job.kill_agents()
     wait_until("the job has ended", lambda: not job.in_queue(), 60)
     job.wait_no_process(15)

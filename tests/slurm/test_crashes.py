@@ -31,10 +31,9 @@ def test_after_the_crash_of_each_role_the_job_ends_and_no_process_is_left_on_any
     for role, job in jobs.items():
         wait_until(f"the run for {role} is ready; {job.said()}", lambda job=job: job.events("all_ready"), 120)
         if role is NODE:
-            job.kill("warden.py")
-            job.kill("miles_hpc.agent.run")
+            job.kill_agents()
         else:
-            job.kill(role)
+            job.kill_worker(role)
     for role, job in jobs.items():
         assert job.wait(90) == "FAILED", f"{role}: {job.said()}"
         if role is not NODE:
