@@ -275,6 +275,7 @@ class BatchReader:
             "dp_rank": dp_rank,
             "dp_size": dp_size,
             "timeout_s": timeout_s,
+            "place": self._inbox.place,
         }
         deadline = time.monotonic() + timeout_s
         while True:

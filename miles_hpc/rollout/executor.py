@@ -32,6 +32,7 @@ from miles_hpc.rollout.statistics import stat_metrics
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.carriers import Outbox, ParcelRef
 from miles_hpc.transport.columns import Buffer
+from miles_hpc.transport.segments import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -330,7 +331,8 @@ class Executor:
             shard = rollout.data.shard(rank, size)
             if shard.nbytes <= INLINE_BYTES:
                 return {}, [shard.to_bytes()]
-            rollout.parcels[rank] = self._outbox.offer(shard)
+            remote = params.get("place", boot_id()) != boot_id()
+            rollout.parcels[rank] = self._outbox.offer(shard, remote=remote)
         return _plain(rollout.parcels[rank]), []
 
     async def ack(self, params: Any, frames: list[memoryview]) -> None:

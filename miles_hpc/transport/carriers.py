@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,14 @@ import msgspec
 
 from miles_hpc.transport.bulk import BulkClient, BulkServer
 from miles_hpc.transport.parcel import Packing
-from miles_hpc.transport.segments import Segment, SegmentMaps, SegmentPool, SegmentRef, SegmentUnreachable
+from miles_hpc.transport.segments import (
+    Segment,
+    SegmentMaps,
+    SegmentPool,
+    SegmentRef,
+    SegmentUnreachable,
+    boot_id,
+)
 from miles_hpc.wire.address import HostAndPort
 
 Carrier = Literal["auto", "shm", "tcp"]
@@ -27,9 +35,28 @@ class ParcelRef(msgspec.Struct, frozen=True, kw_only=True):
 
     id: bytes
     nbytes: int
-    segment: SegmentRef
+    segment: SegmentRef | None
+    """None: it is laid out while it is pulled, so nobody can map it."""
     address: HostAndPort
     key: bytes
+
+
+class _Held:
+    """A parcel in a segment; all of it is written, or the first `written` bytes are."""
+
+    def __init__(self, segment: Segment, packing: Packing) -> None:
+        self.segment = segment
+        self.nbytes = packing.nbytes
+        self.memory = segment.memory[: packing.nbytes]
+        self._writing: Iterator[int] | None = packing.writing(self.memory)
+        self._written = 0
+
+    def write(self, upto: int) -> None:
+        """Lay out at least the first `upto` bytes."""
+        while self._writing is not None and self._written < min(upto, self.nbytes):
+            self._written = next(self._writing, self.nbytes)
+        if self._written >= self.nbytes:
+            self._writing = None  # lets go of what it was written from
 
 
 class Outbox:
@@ -45,7 +72,7 @@ class Outbox:
 
     def __init__(self, listen: HostAndPort, *, keep_bytes: int = 4 << 30) -> None:
         self._pool = SegmentPool(keep_bytes)
-        self._held: dict[bytes, tuple[Segment, int]] = {}
+        self._held: dict[bytes, _Held] = {}
         self._lock = threading.Lock()
         self._key = os.urandom(32)
         self._server = BulkServer(listen, self._key, self._find)
@@ -59,18 +86,29 @@ class Outbox:
     def held_bytes(self) -> int:
         """Of parcels that are not released."""
         with self._lock:
-            return sum(nbytes for _, nbytes in self._held.values())
+            return sum(held.nbytes for held in self._held.values())
 
-    def offer(self, packing: Packing) -> ParcelRef:
-        """Lay a parcel out and hold it until it is released."""
+    def offer(self, packing: Packing, *, remote: bool = False) -> ParcelRef:
+        """Hold a parcel until it is released.
+
+        Args:
+            remote: its consumer is on another node: the parcel is laid out part by part while it is pulled, from arrays
+                that must not change until then.
+        """
         with self._lock:
             segment = self._pool.take(packing.nbytes)
-        packing.write(segment.memory[: packing.nbytes])
+        held = _Held(segment, packing)
+        if not remote:
+            held.write(packing.nbytes)
         name = os.urandom(16)
         with self._lock:
-            self._held[name] = segment, packing.nbytes
+            self._held[name] = held
         return ParcelRef(
-            id=name, nbytes=packing.nbytes, segment=segment.ref, address=self._server.address, key=self._key
+            id=name,
+            nbytes=packing.nbytes,
+            segment=None if remote else segment.ref,
+            address=self._server.address,
+            key=self._key,
         )
 
     def release(self, ref: ParcelRef, *, reuse: bool = True) -> None:
@@ -83,25 +121,29 @@ class Outbox:
         with self._lock:
             found = self._held.pop(ref.id, None)
             if found is not None and reuse:
-                self._pool.give(found[0])
+                self._pool.give(found.segment)
             elif found is not None:
-                found[0].close()
+                found.segment.close()
 
     def memory(self, ref: ParcelRef) -> memoryview | None:
         """The bytes of a parcel that is held."""
-        return self._find(ref.id)
+        return self._find(ref.id, ref.nbytes)
 
-    def _find(self, name: bytes) -> memoryview | None:
+    def _find(self, name: bytes, upto: int) -> memoryview | None:
+        # Under the lock: a parcel that is released in the middle is another's memory.
         with self._lock:
             found = self._held.get(name)
-        return None if found is None else found[0].memory[: found[1]]
+            if found is None:
+                return None
+            found.write(upto)
+            return found.memory
 
     def close(self) -> None:
         """Stop serving and give all memory back."""
         self._server.close()
         with self._lock:
-            for segment, _ in self._held.values():
-                segment.close()
+            for held in self._held.values():
+                held.segment.close()
             self._held.clear()
             self._pool.close()
 
@@ -122,6 +164,11 @@ class Inbox:
         self._arena: memoryview | None = None
         self._in_arena: bytes = b""
         self._client: BulkClient | None = None
+
+    @property
+    def place(self) -> str:
+        """Where parcels are mapped; a producer elsewhere need not lay them out before they are pulled."""
+        return "" if self._carrier == "tcp" else boot_id()
 
     def fetch(self, ref: ParcelRef, timeout_s: float) -> memoryview:
         """The parcel's bytes, read-only.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -43,6 +43,7 @@ class ParcelHeader(msgspec.Struct, frozen=True, kw_only=True):
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ParcelHeader).decode
 _JOIN_BELOW = 16 * 1024
+_STEP = 1 << 20
 _dtype = functools.lru_cache(maxsize=64)(np.dtype)
 
 
@@ -78,17 +79,31 @@ class Packing:
 
     def write(self, into: memoryview) -> None:
         """Lay the parcel out in `into`, which must hold `nbytes`; each byte is copied once."""
+        for _ in self.writing(into):
+            pass
+
+    def writing(self, into: memoryview, step: int = _STEP) -> Iterator[int]:
+        """As `write`, from the front to the back: yields, about every `step` bytes, how many are written."""
         into[: len(self._head)] = self._head
+        yield self._base
         for column, (offset, parts) in zip(self._placed, self._parts, strict=True):
             dtype = _dtype(column.dtype)
             count = math.prod(column.shape)
             if not count:
                 continue
-            target = np.frombuffer(into, dtype, count, self._base + offset).reshape(column.shape)
-            if len(parts) == 1:
-                target[...] = parts[0]
-            else:
-                np.concatenate(parts, out=target)
+            start = self._base + offset
+            target = np.frombuffer(into, dtype, count, start).reshape(column.shape)
+            width = dtype.itemsize * count // len(target)
+            done = 0
+            for pieces in _steps(parts, max(1, step // width)):
+                rows = sum(map(len, pieces))
+                if len(pieces) == 1:
+                    target[done : done + rows] = pieces[0]
+                else:
+                    np.concatenate(pieces, out=target[done : done + rows])
+                done += rows
+                yield start + done * width
+        yield self.nbytes
 
     def to_bytes(self) -> bytes | bytearray:
         """The parcel in memory of its own."""
@@ -108,6 +123,26 @@ class Packing:
             end = self._base + offset + len(body)
         pieces.append(bytes(self.nbytes - end))
         return b"".join(pieces)
+
+
+def _steps(parts: Sequence[Array], rows: int) -> Iterator[Sequence[Array]]:
+    """The same rows in order, about so many at a time."""
+    few: list[Array] = []
+    held = 0
+    for part in parts:
+        if len(part) > 2 * rows:
+            if few:
+                yield few
+                few, held = [], 0
+            yield from ([part[start : start + rows]] for start in range(0, len(part), rows))
+            continue
+        few.append(part)
+        held += len(part)
+        if held >= rows:
+            yield few
+            few, held = [], 0
+    if few:
+        yield few
 
 
 def read_parcel(kind: str, memory: Buffer) -> tuple[dict[str, Array], dict[str, Any]]:

@@ -116,12 +116,14 @@ class SegmentMaps:
         self._keep = keep
         self._maps: dict[bytes, mmap.mmap] = {}
 
-    def view(self, ref: SegmentRef, nbytes: int) -> memoryview:
+    def view(self, ref: SegmentRef | None, nbytes: int) -> memoryview:
         """The first `nbytes` of a segment's parcel, read-only.
 
         Raises:
             SegmentUnreachable: it cannot be opened here, or what is there now is another segment.
         """
+        if ref is None:
+            raise SegmentUnreachable("its producer took this process for one of another node")
         found = self._maps.pop(ref.nonce, None)
         if found is None:
             found = self._open(ref)

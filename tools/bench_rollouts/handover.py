@@ -68,7 +68,7 @@ def measure(carrier, samples, tokens, rounds=5, consumers=1):
             parts = [made[index::consumers] for index in range(consumers)]
             refs, packed = [], 0.0
             for other, part in zip(others, parts, strict=True):
-                refs.append(outbox.offer(RolloutBatch.packing_of(part)))
+                refs.append(outbox.offer(RolloutBatch.packing_of(part), remote=carrier == "tcp"))
                 packed = time.monotonic() - begun
                 other.give(refs[-1])
             answers = [other.answer() for other in others]

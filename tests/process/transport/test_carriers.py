@@ -113,6 +113,25 @@ def test_without_shared_memory_the_same_parcel_comes_over_tcp(outbox):
     inbox.close()
 
 
+def test_a_parcel_for_another_node_is_laid_out_while_it_is_pulled(outbox):
+    parts = [np.full(PART // 8, number, np.int32) for number in range(9)]
+    ref = outbox.offer(Packing("test", {"values": parts}), remote=True)
+    assert ref.segment is None and outbox._held[ref.id]._written == 0
+    for _ in range(2):  # what is laid out is kept for those who pull again
+        inbox = Inbox()
+        columns, _ = read_parcel("test", inbox.fetch(ref, 20))
+        np.testing.assert_array_equal(columns["values"], np.concatenate(parts))
+        inbox.close()
+    assert outbox._held[ref.id]._writing is None
+    with pytest.raises(SegmentUnreachable, match="for one of another node"):
+        Inbox("shm").fetch(ref, 1)
+    outbox.release(ref)
+    inbox = Inbox()
+    with pytest.raises(ParcelGone):
+        inbox.fetch(ref, 10)
+    inbox.close()
+
+
 def test_a_key_that_is_wrong_and_a_parcel_that_is_gone_are_told_apart(outbox):
     ref = outbox.offer(packing([1]))
     stranger = BulkClient(outbox.address, b"wrong" * 8)

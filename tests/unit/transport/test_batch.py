@@ -121,7 +121,7 @@ def test_a_version_span_outside_the_sample_is_named():
 
 
 def test_mixed_column_types_are_refused():
-    with pytest.raises(SchemaError, match="sample 0 of int32 .*one type and width"):
+    with pytest.raises(SchemaError, match=r"sample 0 of int32 .*one type and width"):
         RolloutBatch.pack([sample(extra={"x": np.zeros(3, np.int32)}), sample(extra={"x": np.zeros(3, np.float32)})])
     left = RolloutBatch.pack([sample(extra={"x": np.zeros(3, np.int32)})])
     right = RolloutBatch.pack([sample(extra={"x": np.zeros(3, np.int64)})])
@@ -193,6 +193,25 @@ def test_parts_of_a_column_are_laid_one_behind_the_other():
         Packing("x", {"a": [parts[0], np.zeros(1, np.int64)]})
     with pytest.raises(SchemaError, match="no parts"):
         Packing("x", {"a": []})
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.integers(1, 900))
+def test_a_parcel_that_is_written_step_by_step_is_final_up_to_where_it_says(sizes, step):
+    rng = np.random.default_rng(0)
+    parts = [rng.integers(0, 100, size, dtype=np.int32) for size in sizes]
+    wide = rng.integers(0, 100, (sum(sizes), 3)).astype(np.uint8)
+    made = Packing("x", {"parts": parts, "wide": wide, "one": np.float32([1.5])})
+    whole = bytearray(made.nbytes)
+    made.write(memoryview(whole))
+    again, ends = bytearray(made.nbytes), [0]
+    for end in made.writing(memoryview(again), step):
+        assert again[:end] == whole[:end] and ends[-1] <= end
+        # A step is at most its size and one part more, or a row, and the room between columns.
+        assert end - ends[-1] <= 2 * step + 4 * 300 + 2 * 64
+        ends.append(end)
+    assert ends[-1] == made.nbytes and again == whole
+    assert read_parcel("x", again)[0]["wide"].tolist() == wide.tolist()
 
 
 def test_a_slice_outside_the_batch_is_refused():
