@@ -69,7 +69,9 @@ class Errand(Generic[R]):
             if self._closed:
                 return
             try:
-                self._result = Done(value=self._work(*self._arguments))
+                done: Done[R] = Done(value=self._work(*self._arguments))
             except Exception as error:
-                self._result = Done(error=error)
+                done = Done(error=error)
+            # The byte first: whoever finds the result takes that as well.
             os.write(self._write_end, b"\0")
+            self._result = done

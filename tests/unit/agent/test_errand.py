@@ -1,0 +1,50 @@
+"""Work of a thread that a loop takes: nothing is lost between the result and the byte that tells of it."""
+
+import os
+import select
+import threading
+
+import pytest
+
+from miles_hpc.agent.errand import Errand
+
+pytestmark = pytest.mark.unit
+
+
+def taken(errand):
+    deadline = threading.Event()
+    for _ in range(10_000):
+        done = errand.take()
+        if done is not None:
+            return done
+        deadline.wait(0.001)
+    raise AssertionError("nothing was brought")
+
+
+def test_a_result_can_be_taken_as_soon_as_it_is_there_and_leaves_no_byte(monkeypatch):
+    """A loop that looks between the two steps of the thread must not fail."""
+    errand = Errand("test", lambda value: value + 1)
+    written, go_on = threading.Event(), threading.Event()
+    write = os.write
+
+    def slow(descriptor, data):
+        found = write(descriptor, data)
+        written.set()
+        go_on.wait(5)
+        return found
+
+    monkeypatch.setattr("miles_hpc.agent.errand.os.write", slow)
+    assert errand.ask(1) and written.wait(5)
+    assert errand.take() is None and not errand.ask(2)
+    go_on.set()
+    assert taken(errand).value == 2
+    assert select.select([errand.fileno], [], [], 0)[0] == [] and errand.ask(3)
+    assert taken(errand).value == 4
+    errand.close()
+
+
+def test_an_error_of_the_work_is_brought_like_a_value():
+    errand = Errand("test", lambda: 1 / 0)
+    errand.ask()
+    assert isinstance(taken(errand).error, ZeroDivisionError)
+    errand.close()
