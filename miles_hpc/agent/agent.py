@@ -325,9 +325,10 @@ class Agent:
             self._fenced = False
 
     def _hub_is_lost(self) -> bool:
-        """Whether another hub may be there, or come."""
+        """Whether another hub may be there, or come: also beside one that is heard but does not act."""
         longest = max(self.options.timing.suspect, 3 * self._heartbeat_every)
-        return self.link is None or not self.link.welcomed or self.link.silent_for() > longest
+        silent = self.link is None or not self.link.welcomed or self.link.silent_for() > longest
+        return silent or self.keeper.powerless_for() > longest
 
     def _seek(self, now: float) -> None:
         """Look for a hub while there is none, or none that answers, and connect to the newest."""
@@ -339,7 +340,7 @@ class Agent:
             self.log.write("hub_not_found", "warning", text=found.error)
         elif found is not None and found.hub is not None and found.keys is not None:
             if found.hub.epoch > self._epoch:
-                self._connect(AgentLink(found.hub, found.keys, self.link.heard_at if self.link else now), now)
+                self._connect(self.keeper.link_to(found.hub, self.link), now)
             elif self.link is not None and not self.link.welcomed and self.link.silent_for() > self.options.timing.dead:
                 self.link.probe_again()
         if self.link is None and self._leaving is None and now >= self._join_deadline:

@@ -176,8 +176,9 @@ class HubKeeper:
         return ""
 
     def link_to(self, hub: Rendezvous, before: AgentLink | None) -> AgentLink:
-        """A link to a hub that another agent told of."""
-        return AgentLink(hub, self._keys, self._clock() if before is None else before.heard_at)
+        """A link to another hub. The silence before it goes on: a hub that did not act was as good as silent."""
+        now = self._clock()
+        return AgentLink(hub, self._keys, now if before is None else min(before.heard_at, now - self.powerless_for()))
 
     def on_message(self, message: Message) -> bool:
         """Take a message of the hub that is for the keeper; False: it is not."""

@@ -13,7 +13,15 @@ from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import Message, Peer, PeerAsk, PeerHub, PeerSays
 from miles_hpc.wire.rendezvous import Rendezvous
 from miles_hpc.wire.security import KeyPair, authenticator
-from miles_hpc.wire.socket_options import Context, Socket, bind, prepare, prepare_client, prepare_server
+from miles_hpc.wire.socket_options import (
+    Context,
+    Socket,
+    bind,
+    give_up_lost_peers,
+    prepare,
+    prepare_client,
+    prepare_server,
+)
 
 _BATCH = 64
 _QUEUE = 100
@@ -45,6 +53,7 @@ class Peers:
         self._port: Socket = self._context.socket(zmq.ROUTER)
         listen = HostAndPort(address, 0)
         prepare(self._port, listen)
+        give_up_lost_peers(self._port)
         prepare_server(self._port, keys, domain)
         self._port.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         self._port.sndhwm = self._port.rcvhwm = _QUEUE
@@ -74,6 +83,7 @@ class Peers:
         link: Socket = self._context.socket(zmq.DEALER)
         address = HostAndPort(peer.address, peer.port)
         prepare(link, address)
+        give_up_lost_peers(link)
         # All agents hold one key pair: its public half is also what a peer port is known by.
         prepare_client(link, self._keys, self._keys.public)
         link.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)

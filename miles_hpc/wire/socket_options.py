@@ -40,6 +40,17 @@ def prepare(socket: Socket, address: HostAndPort) -> None:
     socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
+def give_up_lost_peers(socket: Socket) -> None:
+    """End connections whose bytes are not acknowledged for 10 s, and attempts to connect that take 3 s.
+
+    For control links only. Keepalive says nothing while bytes are under way, and TCP's own attempts come ever more
+    seldom: after a cut of a minute a link would be silent for another one. (On a bulk link the same limit would end
+    the connection to a reader that is busy for a while.)
+    """
+    socket.set(zmq.TCP_MAXRT, 10_000)
+    socket.set(zmq.CONNECT_TIMEOUT, 3_000)
+
+
 def prepare_server(socket: Socket, keys: KeyPair, domain: str) -> None:
     """Make a socket a CURVE server that admits only what the ZAP handler knows for `domain`.
 

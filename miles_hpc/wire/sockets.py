@@ -42,6 +42,7 @@ from miles_hpc.wire.socket_options import (
     Socket,
     bind,
     drain_monitor,
+    give_up_lost_peers,
     milliseconds,
     prepare,
     prepare_client,
@@ -150,6 +151,7 @@ class HubSocket:
         """For a poller; readable means `drain` has work."""
         try:
             prepare(self.socket, listen)
+            give_up_lost_peers(self.socket)
             self.socket.ipv6 = any(":" in host for host in (listen.host, *also))
             prepare_server(self.socket, keys, self._domain)
             self.socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -293,6 +295,7 @@ class HubLink:
         """When the hub was last heard on this link, on the monotonic clock."""
         self.socket: Socket = context.socket(zmq.DEALER)
         prepare(self.socket, endpoint)
+        give_up_lost_peers(self.socket)
         prepare_client(self.socket, keys, hub_key)
         self.socket.set(zmq.ROUTING_ID, b"L" + secrets.token_bytes(15))
         self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
