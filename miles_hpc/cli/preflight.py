@@ -29,6 +29,7 @@ _EXTRAS = {
     "sglang": "sglang",
     "sglang_router": "router",
     "math_verify": "rewards",
+    "reasoning_gym": "gym",
 }
 # Run in the interpreter of a runtime: which of these packages are missing there?
 _MISSING = (
@@ -93,15 +94,18 @@ def preflight(loaded: Loaded, *, elsewhere: bool = False) -> list[str]:
 
 
 def _check_prompts(loaded: Loaded) -> None:
-    from miles_hpc.cli.prompts import check_rows
-    from miles_hpc.rollout.data import Keys
+    from miles_hpc.cli.prompts import check_rows, check_saved
+    from miles_hpc.rollout.data import Keys, keys_of
 
     config = loaded.config
     data = config.data
-    keys = Keys(prompt=data.prompt_key, label=data.label_key, metadata=data.metadata_key)
-    check_rows(loaded.origin(["data.prompts"]), "data.prompts", data.prompts, keys)
-    if data.heldout:
-        check_rows(loaded.origin(["data.heldout"]), "data.heldout", data.heldout, keys)
+    files = [("data.prompts", data.prompts), ("data.heldout", data.heldout)]
+    files += [(f"eval.datasets.{name}.data", one.data) for name, one in config.eval.datasets.items()]
+    for key, text in files:
+        if text or key.startswith("eval."):
+            check_rows(loaded.origin([key]), key, text, keys_of(data))
+    if config.rollout.load_debug:
+        check_saved(loaded.origin(["rollout.load_debug"]), Path(config.rollout.load_debug))
     warm = config.train.warm_start
     if warm is not None:
         check_rows(
@@ -205,6 +209,9 @@ def _asked(config: Config) -> Iterator[tuple[str, str, str, str]]:
             yield "trainer", name, "train.trainer", ", or set runtimes.trainer.python"
     if config.reward.function == "math_verify":
         yield "rollout-worker", "math_verify", "reward.function", ", or choose another reward"
+    if config.data.reasoning_gym is not None:
+        for pool in ("executor", "rollout-worker"):
+            yield pool, "reasoning_gym", "data.reasoning_gym", ""
     ours = ["session-server", "controller", "rollout-worker", "executor", "trainer", "driver"]
     if config.inference.engine != "sglang":
         ours.append("engine")
@@ -230,9 +237,14 @@ def _missing_in(python: str, names: list[str]) -> set[str]:
 
 def _check_dotted_paths(loaded: Loaded) -> None:
     config = loaded.config
+    evaluated = config.eval.datasets.items()
     for key, value, kind in (
         ("reward.function", config.reward.function, "rollout-worker"),
         ("rollout.generate", config.rollout.generate, "rollout-worker"),
+        ("rollout.tools", config.rollout.tools, "rollout-worker"),
+        *(("rollout.filters", path, "rollout-worker") for path in config.rollout.filters),
+        *((f"eval.datasets.{name}.generate", one.generate, "rollout-worker") for name, one in evaluated),
+        ("data.source", config.data.source, "executor"),
         ("train.trainer", config.train.trainer, "trainer"),
     ):
         if ":" not in value:

@@ -40,6 +40,19 @@ def check_rows(where: str, key: str, text: str, keys: Keys, settings: dict[str, 
         ) from error
 
 
+def check_saved(where: str, directory: Path) -> None:
+    """Whether a directory holds saved rollouts.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not any(directory.glob("*.parcel")):
+        raise ConfigError(
+            f"{where}: rollout.load_debug = {str(directory)!r}: holds no saved rollouts (*.parcel): name the "
+            "directory rollouts of a run that had rollout.save_debug = true"
+        )
+
+
 def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return ""

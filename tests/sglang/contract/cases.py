@@ -16,13 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
+from miles_hpc.config.schema import Config
 from miles_hpc.inference.needs import NEEDED_CALLS
+from miles_hpc.rollout.finished import checked_arrays
+from miles_hpc.rollout.generate import GenerateContext, Services, single_turn
+from miles_hpc.rollout.sample import PartialSample, Sample
+from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import CellAddrs
 
 PROMPT = [10, 20, 30, 40, 50]
 LONG = 600
 """Tokens of a request that is still running when something happens to it."""
+
+
+PARTIAL = 300
+"""Tokens of an answer that is interrupted and goes on."""
 
 
 class Subject:
@@ -208,6 +220,64 @@ def test_a_request_is_aborted_by_its_rid_and_answers_200_with_what_it_has(engine
         assert (await other)["meta_info"]["finish_reason"]["type"] == "abort"
 
     engine.run(body)
+
+
+def test_an_interrupted_sample_keeps_its_tokens_and_goes_on_with_new_weights_and_the_old_ones_masked(engine):
+    """Partial rollouts: abort, partial sample, resume, with our own client and generate function."""
+
+    async def body(talk):
+        await talk.load(0, "1")
+        context = generate_context(engine, talk)
+        first = Sample(group="g", index=0, prompt_index=0, epoch=0, prompt="3 + 4", seed=1)
+        call = asyncio.ensure_future(single_turn(first, context))
+        await talk.running()
+        await context.services.abort(context.interrupt())
+        await asyncio.wait_for(call, 30)
+        prompt = len(context.prompt_ids(first))
+        kept = len(first.token_ids)
+        assert first.status == "aborted" and prompt < kept < prompt + PARTIAL
+        assert first.versions == [(1, prompt, kept)] and min(first.logprobs[prompt:]) < 0 == max(
+            first.logprobs[:prompt]
+        )
+        assert sum(first.loss_mask) == kept - prompt
+        # Later, with the weights of another step, as it would come out of a commit.
+        await talk.load(1, "2")
+        saved = msgspec.json.decode(msgspec.json.encode(PartialSample.of(first)), type=PartialSample)
+        second = Sample(group="g", index=0, prompt_index=0, epoch=0, prompt="3 + 4", seed=1)
+        saved.restore(second, mask=True)
+        await asyncio.wait_for(single_turn(second, generate_context(engine, talk)), 90)
+        assert second.token_ids[:kept] == first.token_ids and second.logprobs[:kept] == first.logprobs
+        end = len(second.token_ids)
+        assert second.versions == [(1, prompt, kept), (2, kept, end)]
+        assert second.loss_mask == [0] * kept + [1] * (end - kept) and second.status in ("completed", "truncated")
+        # Nothing was drawn twice, and what was drawn last comes from the new weights over the old tokens.
+        assert kept < end <= prompt + PARTIAL
+        again = await talk.generate(second.token_ids[:kept], 4)
+        assert again["output_ids"] == second.token_ids[kept : kept + 4]
+        assert checked_arrays(second).logprobs[kept:].min() < 0
+
+    engine.run(body)
+
+
+def generate_context(engine: Any, talk: Any) -> GenerateContext:
+    """Our generate functions' view of one engine, which stands in for the router too."""
+    config = msgspec.convert(
+        {
+            "model": {"path": str(engine.models[0])},
+            "rollout": {"partial": True, "max_response_tokens": PARTIAL, "temperature": 0},
+        },
+        Config,
+    )
+    cell = CellAddrs(
+        cell="engine-policy-0-00000",
+        generation=Generation(1, 1),
+        node="node-00000",
+        ready=True,
+        workers=[{"http": HostAndPort.parse(engine.url.removeprefix("http://"))}],
+    )
+    services = Services(config, lambda: {"engine-policy-0": [cell], "router-policy": [cell]})
+    services.__dict__["http"] = talk.http
+    return GenerateContext(services, 100.0)
 
 
 def test_a_client_that_leaves_frees_its_place(engine):
