@@ -36,7 +36,7 @@ ROLES = (
 )
 FAULTS = ("kill", "stop", "cut")
 LASTS_S = 15.0
-STEPS = 400
+STEPS = 200
 SETS = (
     f"steps={STEPS}",
     "data.heldout=",

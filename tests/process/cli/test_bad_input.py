@@ -34,6 +34,15 @@ def no_rows(place) -> list[str]:
     return []
 
 
+def evaluated_file_is_missing(place) -> list[str]:
+    place.write("my.toml", (place.path / "my.toml").read_text() + '[eval.datasets.hard]\ndata = "hard.jsonl"\n')
+    return []
+
+
+def nothing_was_saved(place) -> list[str]:
+    return ["--set", "rollout.load_debug=rollouts"]
+
+
 def wrong_key(place) -> list[str]:
     place.write("my.toml", (place.path / "my.toml").read_text() + "[rollout]\nbatchsize = 3\n")
     return []
@@ -110,6 +119,8 @@ CASES: list[tuple[Callable, list[str]]] = [
     (broken_line, ["my.toml: data.prompts", "prompts.jsonl", "line 3", "correct or remove"]),
     (line_without_the_key, ["my.toml: data.prompts", "line 2", "'prompt'", "set data.prompt_key"]),
     (no_rows, ["my.toml: data.prompts", "prompts.jsonl", "no rows"]),
+    (evaluated_file_is_missing, ["my.toml: eval.datasets.hard.data", "hard.jsonl", "no such file"]),
+    (nothing_was_saved, ["--set: rollout.load_debug", "holds no saved rollouts", "rollout.save_debug"]),
     (wrong_key, ["my.toml: unknown key 'rollout.batchsize'", "did you mean 'rollout.batch_size'"]),
     (broken_toml, ["my.toml: not valid TOML", "line 1"]),
     (wrong_type, ["--set: rollout.batch_size", "expected integer >= 1", "'many'"]),
