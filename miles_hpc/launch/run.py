@@ -85,10 +85,12 @@ class Run:
         *,
         watch: SlurmWatch | None = None,
         lost_after_s: float = LOST_AFTER_S,
+        settle_s: float = SETTLE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run_dir = Path(run_dir).expanduser().absolute()
-        self._watch, self._lost_after_s, self._clock = watch, lost_after_s, clock
+        self._watch, self._clock = watch, clock
+        self._lost_after_s, self._settle_s = lost_after_s, settle_s
         self._silent_since: float | None = None
         self._ended_since: float | None = None
         if not job_file(self.run_dir).is_file() and not (self.run_dir / "attempts").is_dir():
@@ -172,7 +174,7 @@ class Run:
         text = f"job {job_id} is {row.state.name} and has left no verdict"
         if row.state.name == "CANCELLED":
             return Standing(State.CANCELLED, text)
-        if now - self._ended_since < SETTLE_S and self._newest() is not None:
+        if now - self._ended_since < self._settle_s and self._newest() is not None:
             return Standing(State.UNKNOWN, text)
         return Standing(State.FAILED, f"{text}: see {self.output_path() or self.run_dir}")
 
