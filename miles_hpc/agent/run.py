@@ -23,6 +23,7 @@ from miles_hpc.agent.scratch import ScratchError
 from miles_hpc.agent.supervise import SpawnError
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.node import read_node_config
+from miles_hpc.wire import allocator
 from miles_hpc.wire.rendezvous import RendezvousError
 from miles_hpc.wire.security import SecurityError
 
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = given.run_dir.absolute()
     if given.lifeline >= 0:
         os.set_inheritable(given.lifeline, False)
+    allocator.one_arena()
     try:
         _raise_file_limit()
         config = read_node_config(run_dir)
@@ -88,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, GpuError, PortError, RendezvousError, ScratchError, SecurityError, OSError) as error:
         print(f"agent of node {given.node_index} on {given.address}: {error}", file=sys.stderr)
         return 1
+    allocator.give_back()
     try:
         return agent.run()
     except SpawnError as error:

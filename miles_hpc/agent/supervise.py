@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -40,7 +40,12 @@ PORT_PATIENCE = 2.0
 OWN_STOP_SIGNAL = signal.SIGHUP
 """Stops our own programs. Nobody else sends it, while Slurm sends SIGTERM to every process of a step."""
 SHIM = str(Path(__file__).with_name("spawn_shim.py"))
-PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+# Slurm signals every process of a step: USR1/USR2 would kill a third-party program before any drain, TERM one of ours.
+# SIG_IGN survives exec.
+_SLURM_SIGNALS: tuple[signal.Signals, ...] = (signal.SIGUSR1, signal.SIGUSR2)
+_PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+"""What the shim's interpreter itself ignores; a program expects the defaults."""
+_CATCHABLE = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 
 class SpawnError(Exception):
@@ -146,11 +151,12 @@ class Supervisor:
         mark = f"{self.mark_prefix}{name}/g{generation}"
         full_env = {**env, procfs.MARK: mark, procfs.RUN_DIR: self.run_dir, "SPT_NOENV": "1"}
         stop_signal = signal.SIGTERM
+        ignored = _SLURM_SIGNALS
         if is_own_program(argv):
-            stop_signal = OWN_STOP_SIGNAL
+            stop_signal, ignored = OWN_STOP_SIGNAL, (*_SLURM_SIGNALS, signal.SIGTERM, signal.SIGINT)
             full_env[STOP_SIGNAL] = stop_signal.name
         command = [sys.executable, "-I", "-S", SHIM, str(self._pid), str(int(signal.SIGKILL))]
-        command += ["" if group is None else str(group), PACKAGE_ROOT, *argv]
+        command += ["" if group is None else str(group), _numbers(_PYTHON_IGNORES), _numbers(ignored), *argv]
         try:
             pid = os.posix_spawn(
                 sys.executable,
@@ -162,6 +168,7 @@ class Supervisor:
                     (os.POSIX_SPAWN_DUP2, log, 2),
                 ],
                 setsigmask=[],
+                setsigdef=_CATCHABLE,
             )
         except (OSError, ValueError) as error:
             raise SpawnError(f"cannot start {argv[0]!r}: {error}") from error
@@ -356,6 +363,10 @@ class Supervisor:
         table = procfs.snapshot()
         mine = {process.pid for processes in self.observe().values() for process in processes}
         return [process for process in procfs.descendants(table, self._pid) if process.pid not in mine]
+
+
+def _numbers(signals: Iterable[signal.Signals]) -> str:
+    return ",".join(str(int(each)) for each in signals)
 
 
 def is_own_program(argv: Sequence[str]) -> bool:

@@ -27,6 +27,7 @@ from miles_hpc.hub.site import Site
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import read_outcome
 from miles_hpc.specs.compute import compute_specs
+from miles_hpc.wire import allocator
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.hub_sockets import HubSockets
 from miles_hpc.wire.ids import node_id
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None, site_of: SiteOf | None = None) -> in
     started = time.monotonic()
     arguments = _parser().parse_args(argv)
     _die_with_parent()
+    allocator.one_arena()
     run_dir = Path(arguments.run_dir).resolve()
     attempt: int = arguments.attempt
     config = read_resolved(run_dir)
@@ -178,6 +180,7 @@ def _serve(
             pools={spec.name: spec.scheduling.num_cells for spec in specs},
             start_s=round(time.monotonic() - started, 3),
         )
+        allocator.give_back()
         server.run()
     if site is not None:
         first = state.core.nodes.get(node_id(0))
