@@ -15,7 +15,14 @@ from miles_hpc.inference import controller as decisions
 from miles_hpc.inference import health
 from miles_hpc.inference.actions import Action, AwaitHealth, Forget, LoadWeights, Replace, Resume, SyncRouters
 from miles_hpc.inference.book import engines_in, routers_in
-from miles_hpc.inference.engine_api import UNPUBLISHED, EngineApi, EngineError, EngineRefused, EngineTooOld
+from miles_hpc.inference.engine_api import (
+    UNPUBLISHED,
+    EngineApi,
+    EngineError,
+    EngineRefused,
+    EngineTooOld,
+    EngineUnreachable,
+)
 from miles_hpc.inference.published import PublishedFile
 from miles_hpc.inference.router_api import RouterApi, RouterError, RouterTooOld
 from miles_hpc.inference.weights import load_from_disk
@@ -27,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _HEALTH_POLL_S, _PATIENT_POLL_S, _EAGER_S = 0.1, 0.5, 20.0
 _REGISTER_POLL_S = 0.05
+_OTHERS_S = 1.0
 _FAILURE_PAUSE_S = 1.0
 _PROGRESS_S = 10.0
 _HOLD_EVERY_S = 5.0
@@ -223,6 +231,8 @@ class EngineKeeper:
                     log.info("%s g%s: healthy after %.1f s", engine.cell, engine.generation, waited)
                     self._apply(self.state.on_healthy(engine, version, paused=paused))
                     self._spawn(engine, self._watch(engine))
+                    if engine.cell in self._external:
+                        self._spawn(engine, self._watch_for_others(engine))
                     return
             now = time.monotonic()
             if now - started >= self._start_deadline_s:
@@ -281,6 +291,27 @@ class EngineKeeper:
                 log.warning("%s g%s: %s", engine.cell, engine.generation, seen.trouble)
             reason = progress.on_look(seen)
             if reason:
+                self._apply(self.state.on_stalled(engine, epoch, reason))
+
+    async def _watch_for_others(self, engine: EngineInfo) -> None:
+        """See an external engine end, or begin anew, at once: no agent and no generation of its cell tells of that."""
+        api = EngineApi(engine.url, self._http, timeout_s=health.patience_s(self._stall_s))
+        while True:
+            await asyncio.sleep(min(_OTHERS_S, health.interval_s(self._stall_s)))
+            epoch = self.state.watched(engine)
+            if epoch is None:
+                continue
+            found: int | None = None
+            try:
+                found = await api.weight_version()
+            except EngineUnreachable as error:
+                if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                    self._apply(self.state.on_stalled(engine, epoch, str(error)))
+            except EngineError as error:
+                log.warning("%s: %s", engine.cell, error)
+            wanted = self.state.engines[engine.cell].version
+            if found is not None and found != wanted:
+                reason = f"its weights are {found} and should be {wanted}: somebody started or changed it"
                 self._apply(self.state.on_stalled(engine, epoch, reason))
 
     async def _resume(self, engine: EngineInfo) -> None:

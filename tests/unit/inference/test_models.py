@@ -101,6 +101,20 @@ def test_an_external_engine_is_registered_updated_and_taken_out_when_it_is_lost_
     run(parts, with_external(scenario, stall_s=1.0, worker_key=lambda url: "its-own-key"))
 
 
+def test_an_external_engine_that_was_started_again_takes_the_weights_before_it_gets_traffic_again(parts, monkeypatch):
+    monkeypatch.setattr(keeper, "READMIT_S", 0.1)
+
+    async def scenario(p, fleet, router, engine, told):
+        await fleet.publish(3, p.http)
+        await fleet.serving(1)
+        engine.label, router.calls = "default", []  # as quickly as that: no connection failed meanwhile
+        await until(lambda: engine.label == "3")
+        await fleet.serving(1)
+        assert router.calls == [f"remove {engine.url}", f"add {engine.url}"] and told == []
+
+    run(parts, with_external(scenario, stall_s=1.0))
+
+
 def test_a_window_does_not_wait_for_an_external_engine_that_was_lost(parts, monkeypatch):
     monkeypatch.setattr(keeper, "READMIT_S", 0.05)
 
