@@ -51,27 +51,59 @@ def say(options, text):
 
 
 def table(options):
-    """Time and memory against tokens and consumers; both should be straight lines."""
-    rows = []
+    """Time, CPU and memory against tokens, consumers and workers; all should be straight lines."""
+    handed = []
     for tokens in (1024, 4096, 16384, 65536):
         samples = min(options.samples, 256)
         for carrier in ("shm", "tcp"):
-            rows.append((f"{samples} x {tokens}", 1, carrier, handover.measure(carrier, samples, tokens, rounds=3)))
+            handed.append((f"{samples} x {tokens}", 1, carrier, handover.measure(carrier, samples, tokens, rounds=3)))
     for consumers in (2, 4, 8):
         for carrier in ("shm", "tcp"):
             found = handover.measure(carrier, 512, 4096, rounds=3, consumers=consumers)
-            rows.append(("512 x 4096", consumers, carrier, found))
+            handed.append(("512 x 4096", consumers, carrier, found))
     say(options, "\n| samples x tokens | consumers | carrier | ms | GB/s | consumer memory / its bytes |")
     say(options, "|---|---|---|---|---|---|")
-    for size, consumers, carrier, one in rows:
+    for size, consumers, carrier, one in handed:
         say(
             options,
             f"| {size} | {consumers} | {carrier} | {one['ms']:.1f} | {one['gbps']:.2f} | {one['mem_ratio']:.2f} |",
         )
-    return [
-        {"size": size, "consumers": consumers, "carrier": carrier, "ms": one["ms"], "mem_ratio": one["mem_ratio"]}
-        for size, consumers, carrier, one in rows
-    ]
+    say(
+        options,
+        "\n| 128 samples of tokens | workers | ms | executor CPU ms | workers CPU ms | executor memory / bytes |",
+    )
+    say(options, "|---|---|---|---|---|---|")
+    long = []
+    for tokens, processes in ((1024, 2), (4096, 2), (16384, 2), (65536, 2), (16384, 1), (16384, 4), (16384, 8)):
+        one = in_directory(groups.long_groups, tokens, processes)
+        long.append({"tokens": tokens, "workers": processes, **one})
+        say(
+            options,
+            f"| {tokens} | {processes} | {one['ms']:.0f} | {one['executor_ms']:.1f} | {one['worker_ms']:.0f} | "
+            f"{one['mem_ratio']:.2f} |",
+        )
+    say(options, "\n| workers | tiny groups/s | executor CPU us | worker CPU us |\n|---|---|---|---|")
+    tiny = []
+    for processes in (1, 2, 4, 8):
+        one = in_directory(groups.tiny_groups, 5000, processes)
+        tiny.append({"workers": processes, **one})
+        say(
+            options,
+            f"| {processes} | {one['groups_per_s']:.0f} | {one['executor_us']:.0f} | {one['worker_us']:.0f} |",
+        )
+    return {
+        "handover": [
+            {"size": size, "consumers": consumers, "carrier": carrier, "ms": one["ms"], "mem_ratio": one["mem_ratio"]}
+            for size, consumers, carrier, one in handed
+        ],
+        "long_groups": long,
+        "tiny_groups": tiny,
+    }
+
+
+def in_directory(measure, *arguments):
+    with tempfile.TemporaryDirectory() as directory:
+        return asyncio.run(measure(Path(directory), *arguments))
 
 
 def main():
@@ -112,8 +144,7 @@ def main():
             found["shm_vs_memcpy"] = found["shm_gbps"] / found["memcpy_gbps"]
             found["tcp_vs_loopback"] = found["tcp_gbps"] / found["loopback_gbps"]
     if "groups" in wanted:
-        with tempfile.TemporaryDirectory() as directory:
-            one = asyncio.run(groups.tiny_groups(Path(directory), 10_000, 4))
+        one = in_directory(groups.tiny_groups, 10_000, 4)
         found |= {"groups_per_s": one["groups_per_s"], "executor_us": one["executor_us"], "worker_us": one["worker_us"]}
         say(
             options,
@@ -121,8 +152,7 @@ def main():
             f"{one['executor_us']:.0f} us, workers {one['worker_us']:.0f} us",
         )
     if "generate" in wanted:
-        with tempfile.TemporaryDirectory() as directory:
-            one = asyncio.run(generate.measure(Path(directory)))
+        one = in_directory(generate.measure)
         found |= {f"generate_{name}": value for name, value in one.items()}
         say(
             options,

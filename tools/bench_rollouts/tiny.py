@@ -17,6 +17,17 @@ async def generate(sample, context):
     sample.status = "completed"
 
 
+async def long(sample, context):
+    """As many tokens as the run's `max_response_tokens`."""
+    count = context.config.rollout.max_response_tokens
+    sample.token_ids = [7] * count
+    sample.loss_mask = [1] * count
+    sample.logprobs = [-0.5] * count
+    sample.versions = [(1, 0, count)]
+    sample.response = "x" * (4 * count)
+    sample.status = "completed"
+
+
 async def reward(sample):
     return float(sample.index % 2)
 

@@ -30,7 +30,7 @@ def env(run_dir, pool, index):
         worker_index=0,
         generation=FIRST,
         node="node-00000",
-        listen={},
+        listen={"bulk": HostAndPort("127.0.0.1", 0)},
         master={},
         cell_size=1,
     )
