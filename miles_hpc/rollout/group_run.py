@@ -90,9 +90,12 @@ class GroupRun:
         self.interrupted = False
 
     def stage(self) -> Stage:
-        """What the slowest sample does."""
-        name, since = min(self._stages.values(), key=lambda stage: stage[1], default=("wait", time.monotonic()))
-        return Stage(group=self.order.spec.id, stage=name, seconds=time.monotonic() - since)
+        """What the sample does that has been at one thing for longest."""
+        now = time.monotonic()
+        since, name = min(
+            ((at, f"sample {index}: {what}") for index, (what, at) in self._stages.items()), default=(now, "wait")
+        )
+        return Stage(group=self.order.spec.id, stage=name, seconds=now - since)
 
     def interrupt(self) -> list[str]:
         """Let the samples end with what they have. Returns the ids of the requests that must be aborted for that."""

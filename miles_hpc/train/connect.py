@@ -248,6 +248,20 @@ class AsyncClient:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self.run_dir = client.run_dir
+
+    @property
+    def checkpoint(self) -> str:
+        """As `Client.checkpoint`."""
+        return self._client.checkpoint
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
     async def batches(self, *, dp_rank: int = 0, dp_size: int = 1) -> AsyncIterator[TrainBatch]:
         """As `Client.batches`."""

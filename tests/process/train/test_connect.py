@@ -1,5 +1,6 @@
 """`miles_hpc.connect` on whole runs: the documented example, ranks that go and come back, a driver that is replaced."""
 
+import asyncio
 import json
 import os
 import signal
@@ -98,7 +99,17 @@ def test_ranks_get_their_shards_and_a_batch_is_given_again_until_all_have_acknow
     run = external(start, steps=4)
     seen, lengths = {0: [], 1: []}, []
 
+    async def asynchronous(number):
+        async with await miles_hpc.connect_async(run.run_dir) as client:
+            assert client.run_dir == run.run_dir.resolve() and not client.checkpoint
+            async for batch in client.batches(dp_rank=number, dp_size=2):
+                seen[number].append(batch.rollout_id)
+                lengths.append(len(batch))
+                await client.commit(metrics={"loss": 0.5})
+
     def rank(number):
+        if number == 0:
+            return asyncio.run(asynchronous(number))
         with miles_hpc.connect(run.run_dir) as client:
             for batch in client.batches(dp_rank=number, dp_size=2):
                 seen[number].append(batch.rollout_id)

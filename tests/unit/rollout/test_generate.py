@@ -7,6 +7,7 @@ import pytest
 from miles_hpc.config.schema import Config
 from miles_hpc.inference.answers import Generation
 from miles_hpc.rollout.data import Prompt
+from miles_hpc.rollout.filters import Filter
 from miles_hpc.rollout.finished import checked_arrays
 from miles_hpc.rollout.generate import (
     GenerateContext,
@@ -182,7 +183,7 @@ class Rewards:
         return reward
 
 
-def run_group(generate=single_turn, rewards=(0.0, 1.0), ctx=None):
+def make_group(generate=single_turn, rewards=(0.0, 1.0), ctx=None, filters=()):
     ctx = ctx or context()
     order = RunGroup(
         incarnation=1,
@@ -191,7 +192,11 @@ def run_group(generate=single_turn, rewards=(0.0, 1.0), ctx=None):
         samples=2,
         weight_version=3,
     )
-    run = GroupRun(order, ctx.config, ctx.services, generate, Rewards(*rewards))
+    return GroupRun(order, ctx.config, ctx.services, generate, Rewards(*rewards), filters)
+
+
+def run_group(**arguments):
+    run = make_group(**arguments)
     return run, RolloutBatch.pack(asyncio.run(asyncio.wait_for(run.run(), 10)))
 
 
@@ -256,6 +261,66 @@ def test_each_kind_of_failure_has_a_reason_of_its_own():
     assert failed("status 'aborted'", generate=fail_softly) == "invalid_sample"
     assert failed("no rule", rewards=(1.0, RewardError("no rule"))) == "reward_failed"
     assert failed("max_prompt_tokens", ctx=context(data={"max_prompt_tokens": 1})) == "prompt_too_long"
+
+
+def test_what_a_generate_function_says_of_rewards_and_counts_is_judged_too():
+    async def own_reward(item, ctx, reward=1.0):
+        await single_turn(item, ctx)
+        item.reward = reward
+
+    async def two_answers(item, ctx):
+        await single_turn(item, ctx)
+        item.reward = 0.0
+        other = msgspec.structs.replace(item, reward=1.0)
+        return [item, other]
+
+    async def odd_count(item, ctx):
+        await single_turn(item, ctx)
+        item.stats["n"] = None
+
+    _, batch = run_group(generate=own_reward)
+    assert batch.rewards.tolist() == [1.0, 1.0]
+    for wrong in ("high", float("nan")):
+        assert failed("expected a", generate=lambda i, c, w=wrong: own_reward(i, c, w)) == "reward_failed"
+    text = "samples of generation 0 have rewards 0.0 and 1.0; they are one answer"
+    assert failed(text, generate=two_answers) == "invalid_sample"
+    assert failed("expected a number", generate=odd_count) == "invalid_sample"
+
+
+def test_a_filter_that_raises_fails_the_group_and_not_the_worker(monkeypatch):
+    def raises(samples):
+        raise KeyError("no such field")
+
+    monkeypatch.setattr("miles_hpc.rollout.filters.load_function", lambda path, key: raises)
+    assert failed("Traceback.*no such field", filters=[Filter("m:f")]) == "filter_failed"
+
+
+def test_half_characters_of_a_response_are_replaced_before_anybody_sees_them():
+    async def half(item, ctx):
+        await single_turn(item, ctx)
+        item.response = "a\ud800"
+
+    assert run_group(generate=half)[1].text("response", 0) == "a\ufffd"
+
+
+def test_what_a_group_waits_for_is_told_with_the_sample_and_its_stage():
+    async def slow(item, ctx):
+        if item.index:
+            ctx.stage("tool search")
+            await asyncio.sleep(60)
+        await single_turn(item, ctx)
+
+    async def main():
+        run = make_group(generate=slow)
+        assert run.stage().stage == "wait"
+        task = asyncio.ensure_future(run.run())
+        while "search" not in run.stage().stage:  # noqa: ASYNC110 - its own state
+            await asyncio.sleep(0)
+        assert run.stage().stage == "sample 1: tool search" and run.stage().seconds < 60
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_exact_match_ignores_space_around_texts():
