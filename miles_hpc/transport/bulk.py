@@ -37,7 +37,6 @@ CREDITS = 16
 _RETRY_S = 5.0
 """Silence after which a client makes a new connection."""
 _U32 = struct.Struct("<I")
-_POLL_S = 0.5
 _MAX_CONTROL = 256
 _LARGEST_KEPT = 24 << 20
 """glibc unmaps freed blocks as large as the largest that it has seen freed, up to 32 MiB; then every part is paid for
@@ -103,22 +102,26 @@ class BulkServer:
         except BaseException:
             self._socket.close(linger=0)
             raise
-        self._stopping = threading.Event()
+        self._woken, self._wake = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="bulk", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and release the address."""
-        self._stopping.set()
-        self._thread.join()
+        """End the thread and release the address. A repeat changes nothing."""
+        if self._thread.is_alive():
+            os.write(self._wake, b".")
+            self._thread.join()
+            os.close(self._wake)
+            os.close(self._woken)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
         try:
-            while not self._stopping.is_set():
-                if poller.poll(milliseconds(_POLL_S)):
-                    route, *frames = self._socket.recv_multipart()
+            while self._woken not in dict(poller.poll()):
+                with contextlib.suppress(zmq.Again):
+                    route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
                     try:
                         self._on_frames(route, frames)
                     except (IndexError, struct.error) as error:
