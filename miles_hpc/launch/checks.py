@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import resource
 import shutil
 import socket
@@ -31,6 +32,8 @@ _PROGRAMS = {
     "sacct": "warn",
 }  # fmt: skip
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_LOCAL = ("127.", "::1", "fe80")
+_DRIVER = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s")
 _MODEL_HUB = ("huggingface.co", 443)
 
 Level = Literal["ok", "warn", "fail"]
@@ -116,6 +119,7 @@ def node_checks(directory: Path, environ: Mapping[str, str] = os.environ) -> Ite
     yield scratch_check([environ.get("SLURM_TMPDIR", ""), environ.get("TMPDIR", ""), "/tmp"])
     yield link_check(directory)
     yield lock_check(directory)
+    yield interface_check()
     yield proxy_check(environ)
     yield route_check()
     yield leftovers_check()
@@ -284,6 +288,26 @@ def leftovers_check() -> Finding:
     return _ok("leftovers", "no process of a dead run")
 
 
+def interface_check() -> Finding:
+    """Networks on which other nodes may reach this one."""
+    names = sorted({name for name, address in addresses() if not address.startswith(_LOCAL)})
+    if not names:
+        return Finding(
+            check="interfaces", level="fail", text="there is no network interface with an address of its own",
+            remedy="ask the site; a run on this machine alone works with `miles-hpc run`",
+        )  # fmt: skip
+    return _ok("interfaces", ", ".join(names))
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Of NVIDIA's kernel module; empty without one."""
+    try:
+        match = _DRIVER.search(path.read_text())
+    except OSError:
+        return ""
+    return match[1] if match else ""
+
+
 def own_report(index: int, directory: Path, port: int) -> NodeReport:
     """Everything that one node says of itself."""
     found = list(node_checks(directory))
@@ -298,10 +322,11 @@ def own_report(index: int, directory: Path, port: int) -> NodeReport:
         host=socket.gethostname(),
         index=index,
         findings=found,
-        addresses=[address for _, address in addresses() if not address.startswith(("127.", "::1", "fe80"))],
+        addresses=[address for _, address in addresses() if not address.startswith(_LOCAL)],
         port=port,
         wall_s=time.time(),
         gpus=names,
+        driver=driver_version(),
     )
 
 
@@ -321,6 +346,12 @@ def fleet_checks(reports: Sequence[NodeReport], skews: Mapping[str, float]) -> I
         yield Finding(
             check="gpus", level="warn", text=f"nodes differ in their GPUs: {shown}",
             remedy="use slurm.constraint or slurm.exclude to get equal nodes",
+        )  # fmt: skip
+    if len({report.driver for report in reports}) > 1:
+        shown = "; ".join(f"{report.host}: {report.driver or 'none'}" for report in reports)
+        yield Finding(
+            check="driver", level="warn", text=f"nodes differ in their GPU drivers: {shown}",
+            remedy="use slurm.constraint or slurm.exclude to get equal nodes, or ask the site",
         )  # fmt: skip
     if not any(abs(skew) > SKEW_WARN_S for skew in skews.values()):
         yield _ok("clock", f"clocks of {len(reports)} nodes agree")

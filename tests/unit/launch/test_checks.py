@@ -74,6 +74,34 @@ def test_nodes_with_other_gpus_are_named():
     assert found[0].check == "gpus" and "node0: 8 x H100; node1: 7 x H100" in found[0].text
 
 
+def test_nodes_with_other_drivers_are_named(tmp_path):
+    found = list(checks.fleet_checks([report(0, driver="550.54.15"), report(1, driver="535.104.05"), report(2)], {}))
+    assert (found[0].check, found[0].level) == ("driver", "warn")
+    assert "node0: 550.54.15; node1: 535.104.05; node2: none" in found[0].text
+    assert [f.check for f in checks.fleet_checks([report(0, driver="1.2"), report(1, driver="1.2")], {})] == ["clock"]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC 12.2\n", "570.86.15"),
+        ("something else\n", ""),
+    ],
+)
+def test_the_driver_s_version_is_read_from_the_kernel(tmp_path, text, version):
+    (tmp_path / "version").write_text(text)
+    assert checks.driver_version(tmp_path / "version") == version
+    assert checks.driver_version(tmp_path / "none") == ""
+
+
+def test_a_node_without_a_network_is_named(monkeypatch):
+    monkeypatch.setattr(checks, "addresses", lambda: [("lo", "127.0.0.1"), ("lo", "::1")])
+    assert checks.interface_check().level == "fail"
+    monkeypatch.setattr(checks, "addresses", lambda: [("lo", "127.0.0.1"), ("ib0", "10.0.0.1"), ("eth0", "10.1.0.1")])
+    assert (checks.interface_check().level, checks.interface_check().text) == ("ok", "eth0, ib0")
+
+
 def test_a_node_that_cannot_be_reached_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
