@@ -103,29 +103,23 @@ def _is_worker(pid: int) -> bool:
         return False
 
 
-def test_slurmd_killed_and_started_again_is_not_noticed(bed: Bed, undisturbed):
-    job = bed.submit(*SMOKE)
-    job.wait_steps(2)
-    bed.tool("kill-slurmd", "node2")
-    job.wait_steps(8)
-    bed.tool("start-slurmd", "node2")
-    assert job.wait(120) == "COMPLETED", job.said()
-    assert job.verdict()["cells"]["healed"] == 0
-    assert job.ledger() == first_steps(undisturbed, 40)
-
-
-def test_slurmctld_away_for_a_minute_does_not_stop_the_run_nor_those_who_wait_for_it(bed: Bed, undisturbed):
+def test_slurmd_started_again_and_slurmctld_away_for_a_minute_do_not_stop_the_run(bed: Bed, undisturbed):
     # At a pace at which the run is not over before.
     job = bed.submit(*SMOKE, "--set", "inference.fake_token_ms=50")
     job.wait_steps(2)
+    bed.tool("kill-slurmd", "node2")
+    job.wait_steps(job.steps() + 3)
+    bed.tool("start-slurmd", "node2")
     bed.tool("kill-slurmctld")
-    gone_at = time.monotonic()
+    gone_at, before = time.monotonic(), job.steps()
+
+    def over() -> bool:
+        return (job.run_dir / "summary.json").exists()
+
     try:
-        ended = wait_until(
-            "a minute", lambda: time.monotonic() - gone_at > 60 or (job.run_dir / "summary.json").exists(), 70
-        )
-        assert ended and job.steps() > 10, "it goes on"
-        if (job.run_dir / "summary.json").exists():
+        wait_until("a minute", lambda: over() or time.monotonic() - gone_at > 60, 70)
+        assert job.steps() > before + 3, "it goes on"
+        if over():
             assert Run(job.run_dir).wait(5)["outcome"] == "finished", "the verdict is enough"
     finally:
         bed.tool("start-slurmctld")
