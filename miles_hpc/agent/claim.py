@@ -5,7 +5,7 @@ All times are on the caller's monotonic clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from miles_hpc.agent.lease import Lease
 
@@ -18,8 +18,7 @@ STANDS_STILL_S = 10.0
 """Two reads of the lease that are this far apart and equal show that nobody renews it."""
 
 
-@dataclass(frozen=True)
-class _Read:
+class _Read(msgspec.Struct, frozen=True):
     at: float
     lease: Lease
 

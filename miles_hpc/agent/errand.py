@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Done(Generic[R]):
+class Done(msgspec.Struct, Generic[R], frozen=True):
     """What one errand brought: a value, or the error that its work raised."""
 
     value: R | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from miles_hpc.agent import gpus
 from miles_hpc.agent.cgroups import own_groups
@@ -15,15 +16,13 @@ _MEMORY_SLACK = 0.02
 """Schedulers and kernels do not count memory alike to the page."""
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(msgspec.Struct, frozen=True):
     cpus: float
     memory_bytes: int
     gpus: list[Gpu]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Granted:
+class Granted(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler says that this node may use; 0: not said."""
 
     cpus: int = 0

@@ -10,8 +10,9 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from miles_hpc.agent.patience import Patience, Stalled
 from miles_hpc.agent.worker_logs import LogKeeper
@@ -21,8 +22,7 @@ _CHUNK = 1 << 20
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
-@dataclass
-class _Local:
+class _Local(msgspec.Struct):
     here: Path
     target: Path
     shipped: int = 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from miles_hpc.agent.inventory import Granted
 from miles_hpc.config.node import GpuConfig
@@ -11,8 +12,7 @@ from miles_hpc.config.timing import Timing
 from miles_hpc.wire.ids import node_id
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent is started with."""
 
     run_dir: Path
@@ -34,7 +34,7 @@ class Options:
     incarnation: str
     lifeline: int = -1
     """Descriptor that reaches its end when the warden is gone."""
-    timing: Timing = field(default_factory=Timing)
+    timing: Timing = msgspec.field(default_factory=Timing)
     port_range: tuple[int, int] | None = None
     digest: str = ""
     """What this agent has read (`digest.run_digest`)."""
@@ -42,10 +42,10 @@ class Options:
     """Where temporary files go if that is possible."""
     local_logs: str = ""
     """Directory on this machine that logs of workers go to first; empty: straight to the run directory."""
-    gpu: GpuConfig = field(default_factory=GpuConfig)
+    gpu: GpuConfig = msgspec.field(default_factory=GpuConfig)
     wants_gpus: bool = False
     """Some pool of the run needs GPUs."""
-    granted: Granted = field(default_factory=Granted)
+    granted: Granted = msgspec.field(default_factory=Granted)
 
     @property
     def node(self) -> str:

@@ -11,8 +11,9 @@ import os
 import select
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import Generation
@@ -24,8 +25,7 @@ START_EAGER = 20.0
 START_PATIENT = 0.5
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """What the probes of one worker led to."""
 
     worker: str
@@ -84,8 +84,7 @@ class Verdict:
         return min(eager, self.probe.interval)
 
 
-@dataclass
-class _Watch:
+class _Watch(msgspec.Struct):
     verdict: Verdict
     target: HostAndPort
     next_at: float

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from miles_hpc import __version__
 from miles_hpc.wire import rendezvous, security
@@ -15,8 +16,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
 """Seconds between two looks."""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """One look. `error` is why nothing there can be used; without error and hub there is none yet."""
 
     hub: rendezvous.Rendezvous | None = None

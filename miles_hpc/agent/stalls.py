@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from miles_hpc.agent.probes import Finding
 from miles_hpc.wire.ids import Generation
@@ -13,8 +14,7 @@ _LOOKS = 4
 """Looks at a counter in the time that it may stand still."""
 
 
-@dataclass
-class _Counter:
+class _Counter(msgspec.Struct):
     generation: Generation
     read: Callable[[], int]
     limit: float

@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from miles_hpc.agent import procfs
 from miles_hpc.agent.cgroups import members
@@ -52,8 +53,7 @@ class SpawnError(Exception):
     """The operating system did not give a process; the text says why."""
 
 
-@dataclass
-class Exit:
+class Exit(msgspec.Struct):
     """How a worker ended."""
 
     name: str
@@ -68,8 +68,7 @@ class Exit:
     """Processes that its first process left behind and that were killed."""
 
 
-@dataclass
-class Worker:
+class Worker(msgspec.Struct):
     """One started worker. `name` is its worker id; the hub's own process is called `hub`."""
 
     name: str
@@ -82,7 +81,7 @@ class Worker:
     stop_signal: signal.Signals
     group: Path | None = None
     """Its control group, where there is one."""
-    known: dict[int, int] = field(default_factory=dict)
+    known: dict[int, int] = msgspec.field(default_factory=dict)
     """pid -> start time of every living process that was seen to belong to it."""
     status: int | None = None
     """Wait status of its first process."""
@@ -93,7 +92,7 @@ class Worker:
     stopping: bool = False
     kill_at: float = 0.0
     killed: bool = False
-    leftovers: set[tuple[int, int]] = field(default_factory=set)
+    leftovers: set[tuple[int, int]] = msgspec.field(default_factory=set)
     empty_passes: int = 0
     empty_since: float = 0.0
     pause: float = FIRST_CHECK

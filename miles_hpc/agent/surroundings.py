@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from miles_hpc.agent import cgroups, procfs
 from miles_hpc.agent.cgroups import WorkerGroups
@@ -19,8 +20,7 @@ from miles_hpc.wire.messages import StartWorker
 _PROGRESS = "progress"
 
 
-@dataclass
-class Surroundings:
+class Surroundings(msgspec.Struct):
     """Those of one worker."""
 
     env: dict[str, str]

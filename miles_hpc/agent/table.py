@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -48,14 +47,13 @@ _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.S
 NO_PROBE = Probe()
 
 
-@dataclass
-class Row:
+class Row(msgspec.Struct):
     """One worker of the table, from its reservation until it is stopped."""
 
     worker: str
     generation: Generation
     state: Literal["reserved", "starting", "ready", "stopping"] = "reserved"
-    ports: dict[str, int] = field(default_factory=dict)
+    ports: dict[str, int] = msgspec.field(default_factory=dict)
     pid: int = 0
     log_path: str = ""
     around: Surroundings | None = None
@@ -64,12 +62,12 @@ class Row:
     patience: float = 0.0
     probe: Probe = NO_PROBE
     stateful: bool = False
-    calls: list[HttpCall] = field(default_factory=list)
-    environ: dict[str, str] = field(default_factory=dict)
+    calls: list[HttpCall] = msgspec.field(default_factory=list)
+    environ: dict[str, str] = msgspec.field(default_factory=dict)
     farewell: Farewell | None = None
     """Under way: then it is stopped for the cause and text of `stop`."""
     stop: tuple[Cause, str, float | None] = ("stopped", "", None)
-    gpu_uuids: list[str] = field(default_factory=list)
+    gpu_uuids: list[str] = msgspec.field(default_factory=list)
     ended: WorkerExited | None = None
     """What the hub was told when its first process had ended."""
 

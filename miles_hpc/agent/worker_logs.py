@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 LIMIT = 256 << 20
 HEAD = TAIL = 64 << 20
@@ -19,8 +20,7 @@ _CHUNK = 1 << 20
 _CATCH_UPS = 4
 
 
-@dataclass
-class _Log:
+class _Log(msgspec.Struct):
     path: Path
     left_out: int = 0
     last: bool = False

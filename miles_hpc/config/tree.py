@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import msgspec
@@ -13,8 +12,7 @@ from msgspec import inspect
 from miles_hpc.config.schema import Config
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(msgspec.Struct, frozen=True):
     """A key of the schema.
 
     `children` is set on a table with fixed keys, `each` on a table whose keys the user chooses and whose values are

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from miles_hpc.hub.site import SiteSeen
 from miles_hpc.wire.messages import FromHub, Message
@@ -13,33 +14,28 @@ EXIT_CODES: dict[Outcome, int] = {"finished": 0, "failed": 1, "drained": 75, "ca
 
 
 # ------------------------------------------------------------------------------------------------ events
-@dataclass(frozen=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A message from a connection whose role may send it; `peer` is its routing id."""
 
     peer: bytes
     message: Message
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-@dataclass(frozen=True)
-class VerdictWritten:
+class VerdictWritten(msgspec.Struct, frozen=True):
     """The verdict is durable."""
 
 
-@dataclass(frozen=True)
-class HubSignalled:
+class HubSignalled(msgspec.Struct, frozen=True):
     """The hub process itself was told to stop by a signal."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class HubBroke:
+class HubBroke(msgspec.Struct, frozen=True):
     """A reaction raised: the state can no longer be trusted, so the run ends."""
 
     text: str
@@ -49,25 +45,22 @@ Event = Received | Tick | VerdictWritten | HubSignalled | HubBroke | SiteSeen
 
 
 # ----------------------------------------------------------------------------------------------- actions
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     peer: bytes
     message: FromHub
     kept: bool = False
     """Only when the hub's journal, as it is now, is on disk: the next hub knows of it, too."""
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """One line of the hub's log."""
 
     event: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = msgspec.field(default_factory=dict)
     level: Literal["info", "warning", "error"] = "info"
 
 
-@dataclass(frozen=True)
-class WriteVerdict:
+class WriteVerdict(msgspec.Struct, frozen=True):
     """How the attempt ended; asked for once. `summary` has the schema of summary.json."""
 
     outcome: Outcome
@@ -76,8 +69,7 @@ class WriteVerdict:
     summary: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ShowEvents:
+class ShowEvents(msgspec.Struct, frozen=True):
     """Answer a GetEvents: the log belongs to the shell."""
 
     peer: bytes
@@ -86,16 +78,14 @@ class ShowEvents:
     limit: int
 
 
-@dataclass(frozen=True)
-class ShowDump:
+class ShowDump(msgspec.Struct, frozen=True):
     """Answer a GetDump: sockets, threads and files belong to the shell."""
 
     peer: bytes
     call_id: str
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True):
     """Every agent has left, or the time for that is over: the hub may exit."""
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
@@ -48,8 +49,7 @@ class Phase(enum.Enum):
 PUBLISHED = (Phase.RESERVED, Phase.STARTING, Phase.READY)
 
 
-@dataclass(frozen=True)
-class RunInfo:
+class RunInfo(msgspec.Struct, frozen=True):
     """What does not change while a hub lives."""
 
     run_id: str
@@ -74,8 +74,7 @@ class RunInfo:
     """The run drains when its allocation ends in less than this."""
 
 
-@dataclass
-class Node:
+class Node(msgspec.Struct):
     """One agent's node. `last_heard` is on the hub's monotonic clock."""
 
     id: str
@@ -97,14 +96,14 @@ class Node:
     down: bool = False
     """Whoever lends the nodes is certain that this one does not run."""
     peer_port: int = 0
-    deaths: deque[tuple[float, str]] = field(default_factory=deque)
+    deaths: deque[tuple[float, str]] = msgspec.field(default_factory=deque)
     """When which cell lost a worker here, inside the heal window; a lost node is not among them."""
     quarantined: bool = False
     dropped: int = 0
     """Messages that its agent could not send or read."""
-    gpu_holders: dict[int, tuple[str, Generation]] = field(default_factory=dict)
+    gpu_holders: dict[int, tuple[str, Generation]] = msgspec.field(default_factory=dict)
     """GPU slot -> the worker that occupies it until it is confirmed gone."""
-    strays: dict[str, Generation] = field(default_factory=dict)
+    strays: dict[str, Generation] = msgspec.field(default_factory=dict)
     """Workers that this node runs, or may still run, although they are not wanted there."""
 
     def release(self, worker: str, generation: Generation) -> None:
@@ -112,15 +111,14 @@ class Node:
             del self.gpu_holders[slot]
 
 
-@dataclass
-class Worker:
+class Worker(msgspec.Struct):
     """One process of a placed cell."""
 
     id: str
     index: int
     node: str
     gpu_slots: tuple[int, ...] = ()
-    keep: dict[str, int] = field(default_factory=dict)
+    keep: dict[str, int] = msgspec.field(default_factory=dict)
     ports: dict[str, int] | None = None
     order: StartWorker | None = None
     pid: int = 0
@@ -131,8 +129,7 @@ class Worker:
     ordered_at: float = 0.0
 
 
-@dataclass
-class Cell:
+class Cell(msgspec.Struct):
     """A replica: desired by its spec, observed through its workers."""
 
     id: str
@@ -140,10 +137,10 @@ class Cell:
     index: int
     phase: Phase = Phase.WAITING
     generation: Generation = NEVER_STARTED
-    workers: list[Worker] = field(default_factory=list)
-    previous: list[Worker] = field(default_factory=list)
+    workers: list[Worker] = msgspec.field(default_factory=list)
+    previous: list[Worker] = msgspec.field(default_factory=list)
     """The workers of the last generation: their places and ports are kept where possible."""
-    deaths: deque[float] = field(default_factory=deque)
+    deaths: deque[float] = msgspec.field(default_factory=deque)
     """Times of the budgeted deaths inside the window."""
     retry_at: float = 0.0
     port_losses: int = 0
@@ -167,8 +164,7 @@ class Cell:
         return max(0, self.starts - 1)
 
 
-@dataclass(frozen=True)
-class Client:
+class Client(msgspec.Struct, frozen=True):
     """A program of ours that said hello."""
 
     worker: str
@@ -176,8 +172,7 @@ class Client:
     generation: Generation
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """The run failed, says its driver; stands unless the death of another part explains it before `until`."""
 
     reason: str

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+import msgspec
 
 from miles_hpc.hub.core import Core, Phase
 from miles_hpc.wire.messages import Draining
@@ -14,8 +13,7 @@ KILL_SLACK_S = 5.0
 """For the verdict, its way to the agents, and what `timing.stop_grace` does not cover."""
 
 
-@dataclass(frozen=True)
-class Drain:
+class Drain(msgspec.Struct, frozen=True):
     """`until` is on the hub's monotonic clock."""
 
     reason: str
@@ -33,7 +31,7 @@ def begin(core: Core, reason: str, deadline_s: float, by: str, *, requeue: bool 
         seconds = min(seconds, before_the_kill(core.kill_wait, core.timing.stop_grace))
     if core.drain is not None:
         if ending and core.now + seconds < core.drain.until:
-            core.drain = dataclasses.replace(core.drain, until=core.now + seconds)
+            core.drain = msgspec.structs.replace(core.drain, until=core.now + seconds)
             core.note("drain_hurried", "warning", reason=reason, by=by, deadline_s=seconds)
             for peer in core.clients:
                 tell(core, peer)

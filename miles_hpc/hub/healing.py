@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 from miles_hpc.hub.actions import Outcome
 from miles_hpc.hub.core import Cell, Core, Failure, Phase
@@ -15,8 +16,7 @@ FAILURE_PATIENCE_S = 1.5
 such death explains it within this time."""
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True):
     """Why a cell ends."""
 
     text: str

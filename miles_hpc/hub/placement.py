@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from miles_hpc.specs.base import SchedulingSpec
 
@@ -11,8 +12,7 @@ Place = tuple[str, tuple[int, ...]]
 """Node id and the indices of the GPU slots on it."""
 
 
-@dataclass(frozen=True)
-class NodeSlots:
+class NodeSlots(msgspec.Struct, frozen=True):
     """What a node that may take work offers, in the fleet's node order."""
 
     id: str

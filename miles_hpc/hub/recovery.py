@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from miles_hpc.hub import lifecycle
@@ -19,17 +17,16 @@ _Found = dict[int, tuple[Node, WorkerState]]
 """Worker index -> where it runs."""
 
 
-@dataclass
-class Recovery:
+class Recovery(msgspec.Struct):
     """From the claim of an epoch until the tables of all nodes are in, or `timing.dead` is over."""
 
     claimed_at: float
     concluded: bool = False
-    tables: dict[str, dict[str, WorkerState]] = field(default_factory=dict)
+    tables: dict[str, dict[str, WorkerState]] = msgspec.field(default_factory=dict)
     """Node -> worker -> its row."""
-    clients: dict[bytes, ClientHello] = field(default_factory=dict)
+    clients: dict[bytes, ClientHello] = msgspec.field(default_factory=dict)
     """Programs that wait for the word whether they are still wanted."""
-    held: set[str] = field(default_factory=set)
+    held: set[str] = msgspec.field(default_factory=set)
     """Stateful cells that may still run on a node that was not heard."""
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +22,7 @@ class SiteError(Exception):
     """The site did not answer; it is asked again later."""
 
 
-@dataclass(frozen=True)
-class SiteSeen:
+class SiteSeen(msgspec.Struct, frozen=True):
     """What a look at the site has shown; an event of the hub's state machine."""
 
     seconds_left: float | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from miles_hpc.wire.messages import Peer, Roster, Standing
 
@@ -21,8 +22,7 @@ SAY_EVERY_S = 1.0
 """How often the agent beside the hub hears of its standing: it renews the lease only while this loop moves."""
 
 
-@dataclass
-class StandingState:
+class StandingState(msgspec.Struct):
     """Times are on the hub's monotonic clock."""
 
     acts: bool = True

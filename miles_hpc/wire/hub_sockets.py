@@ -7,7 +7,6 @@ has a socket, queues and a share of each turn of its own, so that a heartbeat ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import Message
@@ -97,7 +96,7 @@ class HubSockets:
     @property
     def counters(self) -> HubSocketCounters:
         """Of both."""
-        names = [field.name for field in fields(HubSocketCounters)]
+        names = HubSocketCounters.__struct_fields__
         pair = self._control.counters, self._bulk.counters
         return HubSocketCounters(**{name: sum(getattr(counters, name) for counters in pair) for name in names})
 

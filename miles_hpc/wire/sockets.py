@@ -16,9 +16,9 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import msgspec
 import zmq
 
 from miles_hpc.wire import codec
@@ -94,8 +94,7 @@ class Received(NamedTuple):
     message: Message
 
 
-@dataclass
-class HubSocketCounters:
+class HubSocketCounters(msgspec.Struct):
     """What did not get through, since the socket was bound."""
 
     malformed: int = 0

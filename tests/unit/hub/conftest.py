@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
 import msgspec
@@ -177,7 +176,7 @@ class Fleet:
     def next_hub(self, journal: bool = True) -> None:
         """The hub is gone with all it knew but its journal; one of the next epoch begins, and nobody knows it yet."""
         left = take(self.core, wall=5000.0) if journal else None
-        run = dataclasses.replace(self.core.info, epoch=self.core.info.epoch + 1)
+        run = msgspec.structs.replace(self.core.info, epoch=self.core.info.epoch + 1)
         self.reports.clear()
         self.state = HubState(self.specs, run, self.heal, self.timing, self.now)
         self.state.take_over(left, None, wall=5000.0)
