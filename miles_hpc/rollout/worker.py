@@ -214,6 +214,8 @@ class RolloutWorker:
         if self._link is not None and self._welcomed:
             oldest = [run.stage() for run, _ in itertools.islice(self._running.values(), _STAGES)]
             self._link.send(WorkBeat(incarnation=self._incarnation, running=list(self._running), oldest=oldest))
+        # An engine that had not got a request yet knew nothing of its abort.
+        self._abort([rid for run, _ in self._running.values() if run.interrupted for rid in run.interrupt()])
 
     # ------------------------------------------------------------------------------------------ orders
     def _guarded(self, message: ToWorker) -> None:
@@ -280,7 +282,9 @@ class RolloutWorker:
         return self._eval_functions[path]
 
     def _interrupt(self, groups: Sequence[str]) -> None:
-        rids = [rid for name in groups if name in self._running for rid in self._running[name][0].interrupt()]
+        self._abort([rid for name in groups if name in self._running for rid in self._running[name][0].interrupt()])
+
+    def _abort(self, rids: Sequence[str]) -> None:
         if rids:
             task = asyncio.ensure_future(self._services.abort(rids))
             self._aborts.add(task)
