@@ -44,6 +44,8 @@ KEY = "rollout.generate"
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 _DELETE_S = 5.0
 _ABORT_S = 5.0
+_RENDERED = 64
+"""Prompts whose token ids are kept."""
 
 
 class PromptTooLong(ValueError):
@@ -73,6 +75,7 @@ class Services:
         self._pools = pools
         self._run_dir, self._attempt = run_dir, attempt
         self._models: dict[str, GenerateClient] = {}
+        self._rendered: dict[bytes, list[int]] = {}
 
     @functools.cached_property
     def tokenizer(self) -> ChatTokenizer:
@@ -80,6 +83,18 @@ class Services:
         from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 
         return ChatTokenizer(self.config.model.path, self.config.model.chat_template)
+
+    def prompt_ids(self, sample: Sample) -> list[int]:
+        """Token ids of a prompt; those of the last few are kept, for the other samples of their groups."""
+        key = msgspec.msgpack.encode((sample.prompt, sample.tools), enc_hook=repr)
+        ids = self._rendered.pop(key, None)
+        if ids is None:
+            tools = {"tools": sample.tools} if sample.tools else {}
+            ids = self.tokenizer.render(sample.messages(), add_generation_prompt=True, **tools)
+        self._rendered[key] = ids  # the newest last
+        if len(self._rendered) > _RENDERED:
+            del self._rendered[next(iter(self._rendered))]
+        return list(ids)
 
     @functools.cached_property
     def http(self) -> aiohttp.ClientSession:
@@ -216,8 +231,7 @@ class GenerateContext:
         Raises:
             PromptTooLong: they are more than `data.max_prompt_tokens`.
         """
-        tools = {"tools": sample.tools} if sample.tools else {}
-        ids = self.services.tokenizer.render(sample.messages(), add_generation_prompt=True, **tools)
+        ids = self.services.prompt_ids(sample)
         limit = self.config.data.max_prompt_tokens
         if len(ids) > limit:
             raise PromptTooLong(f"prompt {sample.prompt_index} has {len(ids)} tokens, data.max_prompt_tokens = {limit}")
@@ -257,7 +271,9 @@ async def single_turn(sample: Sample, context: GenerateContext) -> None:
     context.stage("generate")
     sampling = context.sampling(sample)
     if begun < sampling.max_new_tokens:
-        left = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - begun)
+        left = sampling
+        if begun:
+            left = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - begun)
         append_answer(sample, answer := await context.generate(sample.token_ids, left))
         sample.status = STATUS_OF[answer.finish_reason]
     else:

@@ -117,6 +117,21 @@ def test_a_single_turn_masks_the_prompt_and_places_the_versions_behind_it():
     checked_arrays(item)
 
 
+def test_a_prompt_is_rendered_once_for_all_samples_of_its_group():
+    ctx, rendered = context(), []
+    ctx.services.tokenizer.render = lambda messages, add_generation_prompt: rendered.append(messages) or [1, 2]
+    first = ctx.prompt_ids(sample())
+    first.append(99)  # a list of the caller's own
+    assert ctx.prompt_ids(sample(index=2, seed=8)) == [1, 2] and len(rendered) == 1
+    ctx.prompt_ids(sample(prompt=[{"role": "user", "content": "ab"}]))
+    assert len(rendered) == 2
+    for number in range(100):
+        ctx.prompt_ids(sample(prompt=f"p{number}"))
+    assert len(ctx.services._rendered) == 64
+    ctx.prompt_ids(sample())
+    assert len(rendered) == 103
+
+
 def test_sampling_is_as_configured_and_greedy_in_evaluation():
     ctx = context(rollout={"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_response_tokens": 9, "stop": ["!"]})
     asyncio.run(single_turn(sample(), ctx))
