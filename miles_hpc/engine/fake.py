@@ -31,7 +31,7 @@ from miles_hpc.engine.requests import (
     mix64,
     read_model_config,
 )
-from miles_hpc.engine.updates import UpdateSession
+from miles_hpc.engine.updates import Groups, UpdateSession
 from miles_hpc.wire.program import setup_logging
 
 _QUESTION = re.compile(r"(-?\d+)[ \t]*([-+*x×])[ \t]*(-?\d+)")
@@ -169,7 +169,7 @@ class FakeBackend:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._update_lock = asyncio.Lock()
-        self._groups: dict[str, GroupMember] = {}
+        self._groups: Groups[GroupMember] = Groups()
         self._session = UpdateSession()
         self._received: dict[str, str] = {}
 
@@ -337,16 +337,11 @@ class FakeBackend:
 
     async def init_group(self, member: GroupMember) -> UpdateOutcome:
         """Join by name alone: a script meets nobody, so the sender must not wait for it."""
-        if member.name in self._groups:
-            return UpdateOutcome(False, f"Failed to initialize custom process group: {member.name} exists already.")
-        self._groups[member.name] = member
-        return UpdateOutcome(True, "Succeeded to initialize custom process group.")
+        return self._groups.join(member, lambda: member)
 
     async def destroy_group(self, name: str) -> UpdateOutcome:
         """Leave a group."""
-        if self._groups.pop(name, None) is None:
-            return UpdateOutcome(False, "The group to be destroyed does not exist.")
-        return UpdateOutcome(True, "Succeeded to destroy custom process group.")
+        return self._groups.leave(name)
 
     async def begin_update(self) -> UpdateOutcome:
         """Open a session."""
@@ -360,10 +355,7 @@ class FakeBackend:
         self, group: str, tensors: Sequence[TensorSpec], version: str | None, *, flush_cache: bool, abort_all: bool
     ) -> UpdateOutcome:
         """Note which tensors were announced, and take the label; unless paused, after the running requests."""
-        refusal = self._session.refusal()
-        if not refusal and group not in self._groups:
-            refusal = f"group {group} is not in {sorted(self._groups)}: call init_weights_update_group first"
-        if refusal:
+        if refusal := self._session.refusal() or self._groups.refusal(group):
             return UpdateOutcome(False, refusal)
         return await self._when_quiet(lambda: self._receive(tensors, version), abort_all)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 from miles_hpc.engine.requests import BadRequestError, GroupMember, TensorSpec, UpdateOutcome
+
+G = TypeVar("G")
 
 
 class UpdateSession:
@@ -33,6 +35,48 @@ class UpdateSession:
         if self.is_open:
             return ""
         return "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+
+
+class Groups(Generic[G]):
+    """The weight update groups that an engine has joined; the answers are SGLang's.
+
+    Args:
+        broken: what making or leaving a group raises.
+    """
+
+    def __init__(self, broken: type[Exception] = OSError) -> None:
+        self._broken = broken
+        self._joined: dict[str, G] = {}
+
+    def join(self, member: GroupMember, make: Callable[[], G]) -> UpdateOutcome:
+        """Join by `make`, which may wait for the others."""
+        try:
+            if member.name in self._joined:
+                raise self._broken(f"{member.name} exists already")
+            self._joined[member.name] = make()
+        except self._broken as error:
+            return UpdateOutcome(False, f"Failed to initialize custom process group: {error}.")
+        return UpdateOutcome(True, "Succeeded to initialize custom process group.")
+
+    def leave(self, name: str, close: Callable[[G], None] = lambda group: None) -> UpdateOutcome:
+        """Leave by `close`."""
+        if name not in self._joined:
+            return UpdateOutcome(False, "The group to be destroyed does not exist.")
+        try:
+            close(self._joined.pop(name))
+        except self._broken as error:
+            return UpdateOutcome(False, f"Failed to destroy custom process group: {error}.")
+        return UpdateOutcome(True, "Succeeded to destroy custom process group.")
+
+    def find(self, name: str) -> G | None:
+        """The group of that name."""
+        return self._joined.get(name)
+
+    def refusal(self, name: str) -> str:
+        """Why nothing comes from that group; empty when it was joined."""
+        if name in self._joined:
+            return ""
+        return f"group {name} is not in {sorted(self._joined)}: call init_weights_update_group first"
 
 
 def group_member(body: Mapping[str, Any]) -> GroupMember:

@@ -21,6 +21,7 @@ def engines_in(pools: Mapping[str, Sequence[CellAddrs]], model: str = "") -> lis
             generation=cell.generation,
             url=_url(cell),
             gpu_offset=int(cell.meta.get("gpu_offset", 0)),
+            gpus=int(cell.meta.get("gpus", 0)),
             ranks=int(cell.meta.get("ranks", 1)),
         )
         for pool, cells in pools.items()

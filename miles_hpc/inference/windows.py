@@ -37,6 +37,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation
     url: str
     gpu_offset: int = 0
+    gpus: int = 0
+    """GPUs of all its nodes; 0 on a CPU."""
     ranks: int = 1
     """Its members of a weight update group."""
 

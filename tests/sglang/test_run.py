@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from miles_hpc.config.schema import MakeModelConfig
+from miles_hpc.train.make_model import make_model
 from miles_hpc.wire.security import load_http_key
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
@@ -77,3 +79,19 @@ def test_an_engine_over_two_nodes_loses_its_second_rank_and_the_run_goes_on_with
     summary = finished(run)
     assert summary["cells"]["healed"] >= 1
     assert run.metrics()[-1]["step"] == 4
+
+
+def test_an_engine_that_dies_at_load_ends_the_run_with_its_error_and_the_likely_cause(real_run, tmp_path):
+    model = make_model(MakeModelConfig(), 0, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))
+    run = real_run(
+        *("model.make=none", f"model.path={model}", "inference.engines=1", "train.ranks=1"),
+        *("cluster.local_nodes=1", "heal.budget=0"),
+    )
+    summary = run.end(600)
+    assert (run.process.returncode, summary["outcome"]) == (1, "failed"), run.tail()
+    reason = summary["reason"]
+    assert "engine-policy-0-00000" in reason and "NoSuchForCausalLM" in reason, reason
+    assert "likely cause: the model's architecture is unknown to this engine" in reason
+    assert reason.replace("\n", " ") == reason and run.left() == []

@@ -31,6 +31,7 @@ from miles_hpc.engine.requests import (
     context_length_of,
     read_model_config,
 )
+from miles_hpc.engine.updates import Groups
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class EmbeddedBackend:
         self._died: asyncio.Future[None] = self._loop.create_future()
         self._waiters: set[asyncio.Future[Any]] = set()
         self._closing = False
-        self._groups: dict[str, UpdateGroup] = {}
+        self._groups: Groups[UpdateGroup] = Groups(GroupError)
         self._seen_at = time.time()
         self._thread = threading.Thread(target=self._run, args=(threads,), name="engine", daemon=True)
         self._thread.start()
@@ -213,37 +214,20 @@ class EmbeddedBackend:
     async def init_group(self, member: GroupMember) -> UpdateOutcome:
         """Join on the engine thread, which is where the group is used: nothing is generated meanwhile, as in SGLang."""
 
-        def join() -> UpdateOutcome:
-            if member.name in self._groups:
-                return UpdateOutcome(False, f"Failed to initialize custom process group: {member.name} exists already.")
-            try:
-                self._groups[member.name] = UpdateGroup(
-                    member.address,
-                    rank=member.rank,
-                    world_size=member.world_size,
-                    name=member.name,
-                    backend=member.backend,
-                )
-            except GroupError as error:
-                return UpdateOutcome(False, f"Failed to initialize custom process group: {error}.")
-            return UpdateOutcome(True, "Succeeded to initialize custom process group.")
+        def make() -> UpdateGroup:
+            return UpdateGroup(
+                member.address,
+                rank=member.rank,
+                world_size=member.world_size,
+                name=member.name,
+                backend=member.backend,
+            )
 
-        return await self._call(join)
+        return await self._call(lambda: self._groups.join(member, make))
 
     async def destroy_group(self, name: str) -> UpdateOutcome:
         """Leave a group."""
-
-        def leave() -> UpdateOutcome:
-            group = self._groups.pop(name, None)
-            if group is None:
-                return UpdateOutcome(False, "The group to be destroyed does not exist.")
-            try:
-                group.close()
-            except GroupError as error:
-                return UpdateOutcome(False, f"Failed to destroy custom process group: {error}.")
-            return UpdateOutcome(True, "Succeeded to destroy custom process group.")
-
-        return await self._call(leave)
+        return await self._call(lambda: self._groups.leave(name, UpdateGroup.close))
 
     async def begin_update(self) -> UpdateOutcome:
         """Open a weight update session."""
@@ -259,11 +243,9 @@ class EmbeddedBackend:
         """Receive on the engine thread, then replace; unless paused, after what runs is done."""
 
         def receive() -> dict[str, torch.Tensor]:
-            member = self._groups.get(group)
+            member = self._groups.find(group)
             if member is None:
-                raise GroupError(
-                    f"group {group} is not in {sorted(self._groups)}: call init_weights_update_group first"
-                )
+                raise GroupError(self._groups.refusal(group))
             found = {one.name: torch.empty(one.shape, dtype=_dtype(one.dtype)) for one in tensors}
             member.broadcast(found.values())
             return found
