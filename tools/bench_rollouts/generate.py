@@ -22,7 +22,6 @@ from miles_hpc.train.make_model import make_model
 from miles_hpc.transport.carriers import Outbox
 
 COUNT = 1000
-TOKENS = 64
 ROUNDS = 5
 
 
@@ -59,14 +58,14 @@ async def bare_session(port):
     return http
 
 
-async def bare_round(http, port, count):
+async def bare_round(http, port, count, tokens):
     """Seconds of each request, and of all."""
     times = []
 
     async def one(seed):
         body = {
             "input_ids": [5, 6, 7, 8],
-            "sampling_params": {"max_new_tokens": TOKENS, "sampling_seed": seed, "temperature": 1.0},
+            "sampling_params": {"max_new_tokens": tokens, "sampling_seed": seed, "temperature": 1.0},
             "return_logprob": True,
         }
         begun = time.monotonic()
@@ -84,7 +83,7 @@ def p99_ms(times):
     return sorted(times)[int(len(times) * 0.99)] * 1e3
 
 
-async def measure(run_dir):
+async def measure(run_dir, tokens):
     """Medians of rounds that alternate, the first of each left out."""
     model = make_model(MakeModelConfig(hidden_size=16, layers=1, heads=2), 0, run_dir / "model")
     config = prepare(
@@ -95,7 +94,7 @@ async def measure(run_dir):
                 "batch_size": COUNT,
                 "samples_per_prompt": 1,
                 "concurrency": COUNT,
-                "max_response_tokens": TOKENS,
+                "max_response_tokens": tokens,
                 "generate": "tiny:timed",
             },
             "reward": {"function": "tiny:reward"},
@@ -116,7 +115,7 @@ async def measure(run_dir):
                 watched = psutil.Process(started[0].pid)
                 for rollout in range(1 + ROUNDS):
                     cpu = time.process_time()
-                    times, bare_s = await bare_round(http, port, COUNT)
+                    times, bare_s = await bare_round(http, port, COUNT, tokens)
                     bare_cpu = time.process_time() - cpu
                     cpu, begun = sum(watched.cpu_times()[:2]), time.monotonic()
                     await executor.generate({"incarnation": 1, "rollout_id": rollout, "weight_version": 1}, [])
