@@ -11,6 +11,7 @@ from miles_hpc.config.load import load
 from miles_hpc.config.schema import EngineGroupConfig
 from miles_hpc.specs.base import CommandWorkerSpec, LaunchCommandContext, SchedulingSpec
 from miles_hpc.specs.compute import compute_specs
+from miles_hpc.specs.models import served_models
 from miles_hpc.specs.router import router_host
 from miles_hpc.specs.sglang import server_arguments
 from miles_hpc.wire.address import HostAndPort
@@ -219,6 +220,48 @@ def test_groups_are_pools_of_their_own_with_their_own_arguments_and_gpu_offsets(
         argv = second.launch_command(ctx)
         assert {"--nnodes=2", f"--node-rank={rank}", "--dist-init-addr=10.0.0.0:9", "--dtype=bfloat16"} <= set(argv)
         assert {"--tensor-parallel-size=8", "--random-seed=2"} <= set(argv)
+
+
+def test_each_model_has_a_router_and_pools_of_its_own_and_gpus_behind_those_of_the_others():
+    config = config_of(
+        *("inference.engine=sglang", "inference.gpus_per_engine=2", "inference.sglang.dtype=float16"),
+        *("models.judge.path=/j", "models.judge.engines=3", "models.judge.gpus_per_engine=1"),
+        "models.judge.sglang.dtype=bfloat16",
+    )
+    specs = {spec.name: spec for spec in compute_specs(config, "/run")}
+    assert [name for name in specs if name.startswith(("router-", "engine-"))] == [
+        *("router-policy", "router-judge", "engine-policy-0", "engine-judge-0")
+    ]
+    judge = specs["engine-judge-0"]
+    assert judge.scheduling.num_cells == 3
+    assert [judge.meta(i)["gpu_offset"] for i in range(3)] == [4, 5, 6] and judge.meta(0)["model"] == "judge"
+    argv = judge.launch_command(context(http=1, nccl=2))
+    assert {"--model-path=/j", "--served-model-name=judge", "--dtype=bfloat16"} <= set(argv)
+    assert "--dtype=float16" in specs["engine-policy-0"].launch_command(context(http=1, nccl=2))
+    assert [specs[f"router-{name}"].meta(0) for name in ("policy", "judge")] == [
+        {"model": "policy"},
+        {"model": "judge"},
+    ]
+
+
+def test_external_engines_take_the_place_of_engines_of_the_run():
+    sets = ["inference.external.a.url=http://h:1", "models.j.path=/j", "models.j.external.b.url=http://h:2"]
+    names = [spec.name for spec in compute_specs(config_of(*sets), "/run")]
+    assert [name for name in names if name.startswith(("router-", "engine-"))] == ["router-policy", "router-j"]
+    policy, judge = served_models(config_of(*sets))
+    assert (policy.engines, judge.engines, policy.updated, judge.updated) == (1, 1, True, False)
+
+
+def test_only_the_real_sglang_is_told_before_its_stop():
+    paths = {
+        engine: [call.path for call in specs_of(f"inference.engine={engine}")["engine"].farewell]
+        for engine in ("fake", "embedded", "sglang")
+    }
+    assert paths == {"fake": [], "embedded": [], "sglang": ["/abort_request", "/continue_generation"]}
+
+
+def test_a_run_that_only_generates_has_no_trainer():
+    assert "trainer" not in specs_of("mode=rollout") and "driver" in specs_of("mode=rollout")
 
 
 def test_another_program_can_stand_in_for_sglangs_launcher():
