@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from miles_hpc.hub import drain
 from miles_hpc.hub.causes import last_words
-from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
+from miles_hpc.hub.core import Cell, Core, Phase, Worker
 from miles_hpc.hub.healing import Ending, judge, may_start, vital
-from miles_hpc.hub.placement import NodeSlots, Place, PlacementRefused, place
+from miles_hpc.hub.placement import PlacementRefused
 from miles_hpc.hub.render import ports_of_worker, start_order
+from miles_hpc.hub.room import Room
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import PortsReserved, ReservePorts, StopWorker, Superseded, WorkerExited
 
@@ -23,20 +24,23 @@ def advance(core: Core) -> None:
     if core.outcome is not None or core.drain is not None:
         return
     if core.begun:
+        room = Room(core)
         for cell_id in list(core.waiting):
             cell = core.cells[cell_id]
             if core.outcome is None and cell.retry_at <= core.now and may_start(core, cell):
-                _reserve(core, cell)
+                _reserve(core, cell, room)
     for cell_id in list(core.reserved):
         cell = core.cells[cell_id]
         if core.outcome is None and _read_pools_known(core, cell):
             _start(core, cell)
 
 
-def _reserve(core: Core, cell: Cell) -> None:
+def _reserve(core: Core, cell: Cell, room: Room) -> None:
     """Barrier 1: a place and a request for ports for each worker, or nothing at all."""
-    places = _places(core, cell)
-    if places is None:
+    try:
+        places = room.find(cell)
+    except PlacementRefused as refusal:
+        _on_refused(core, cell, str(refusal))
         return
     cell.generation = Generation(core.info.epoch, cell.generation.n + 1)
     cell.unplaced_since = None
@@ -65,90 +69,6 @@ def send_reserve(core: Core, cell: Cell, worker: Worker) -> None:
             keep=worker.keep,
         ),
     )
-
-
-def _usable_nodes(core: Core) -> list[Node]:
-    alive = sorted((n for n in core.nodes.values() if n.condition == "alive" and not n.left), key=lambda n: n.index)
-    # Spare nodes get work only when there are not enough others.
-    return alive[: max(1, core.info.expected_nodes - core.info.spare_nodes)] if core.info.spare_nodes else alive
-
-
-def _kept_places(core: Core, cell: Cell) -> list[Place] | None:
-    """Where the last generation was, if all of that is free: found without a look at the rest of the fleet."""
-    if not cell.previous or core.info.spare_nodes:
-        return None
-    for worker in cell.previous:
-        node = core.nodes.get(worker.node)
-        if node is None or node.condition != "alive" or node.left or node.quarantined or _stray_of(node, cell):
-            return None
-        if any(slot in node.gpu_holders or slot >= len(node.gpus) for slot in worker.gpu_slots):
-            return None
-    return [(worker.node, worker.gpu_slots) for worker in cell.previous]
-
-
-def _kept_for_vital_cells(core: Core, cell: Cell) -> dict[str, set[int]]:
-    """GPU slots that other cells, without which the run cannot go on, had and will be given again: they may wait for a
-    fence meanwhile, and whoever is placed there would hold up the run.
-    """
-    found: dict[str, set[int]] = {}
-    for name in core.waiting:
-        other = core.cells[name]
-        if other is not cell and other.wanted and vital(other):
-            for worker in other.previous:
-                found.setdefault(worker.node, set()).update(worker.gpu_slots)
-    return found
-
-
-def _stray_of(node: Node, cell: Cell) -> bool:
-    """An old process of the cell may still hold its name and ports there."""
-    return any(stray.rpartition("-")[0] == cell.id for stray in node.strays)
-
-
-def _places(core: Core, cell: Cell) -> list[Place] | None:
-    kept = _kept_places(core, cell)
-    if kept is not None:
-        return kept
-    need = cell.spec.scheduling
-    cpus_used: dict[str, float] = {}
-    of_pool: dict[str, int] = {}
-    for other in core.cells.values():
-        for worker in other.workers if other.phase is not Phase.WAITING else ():
-            if not worker.gone:
-                cpus = other.spec.scheduling.num_cpus_per_worker
-                cpus_used[worker.node] = cpus_used.get(worker.node, 0.0) + cpus
-                if other.pool == cell.pool:
-                    of_pool[worker.node] = of_pool.get(worker.node, 0) + 1
-    kept_back = _kept_for_vital_cells(core, cell) if need.num_gpus_per_worker else {}
-    alive = _usable_nodes(core)
-    healthy = [node for node in alive if not node.quarantined]
-    refused: PlacementRefused | None = None
-    # A node that eats cells is better than none.
-    for usable in [healthy, alive] if healthy and len(healthy) < len(alive) else [alive]:
-        slots = [
-            NodeSlots(
-                id=node.id,
-                cpus=node.cpus,
-                gpus=len(node.gpus),
-                free_gpus=frozenset(range(len(node.gpus))) - node.gpu_holders.keys() - kept_back.get(node.id, set()),
-                cpus_used=cpus_used.get(node.id, 0.0),
-                pool_workers=of_pool.get(node.id, 0),
-            )
-            for node in usable
-            if not _stray_of(node, cell)
-        ]
-        try:
-            return place(
-                cell.id,
-                need,
-                slots,
-                hub_node=core.info.hub_node,
-                avoid_hub_node=need.avoid_hub_node or (cell.spec.state == "stateful" and not need.num_gpus_per_worker),
-                previous=[(worker.node, worker.gpu_slots) for worker in cell.previous],
-            )
-        except PlacementRefused as failure:
-            refused = failure
-    _on_refused(core, cell, str(refused))
-    return None
 
 
 def _on_refused(core: Core, cell: Cell, text: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.hub import drain
 from miles_hpc.hub.actions import Send, Tick
-from miles_hpc.hub.placement import NodeSlots, place
+from miles_hpc.hub.placement import Fleet, NodeSlots
 from miles_hpc.hub.site import SiteSeen
 from miles_hpc.specs.base import SchedulingSpec
 from miles_hpc.wire.ids import Generation
@@ -99,9 +99,10 @@ def test_the_walltime_clock_leaves_time_to_stop(fleet, pool, left, deadline):
 def test_the_least_occupied_node_is_judged_by_share_and_not_by_number():
     large = NodeSlots("large", cpus=8.0, gpus=0, free_gpus=frozenset(), cpus_used=4.0)
     small = NodeSlots("small", cpus=2.0, gpus=0, free_gpus=frozenset(), cpus_used=1.2)
-    assert place("c", SchedulingSpec(), [small, large]) == [("large", ())]
+    assert Fleet([small, large], {}).place("c", "p", SchedulingSpec()) == [("large", ())]
     unused = NodeSlots("unused", cpus=1.0, gpus=0, free_gpus=frozenset())
-    assert unused.cpus_used == 0 and place("c", SchedulingSpec(), [large, unused]) == [("unused", ())]
+    assert unused.cpus_used == 0
+    assert Fleet([large, unused], {}).place("c", "p", SchedulingSpec()) == [("unused", ())]
 
 
 def test_of_two_generations_of_a_cell_a_new_hub_adopts_the_newer_one(fleet, pool):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_hpc.hub.placement import NodeSlots, PlacementRefused, place
+from miles_hpc.hub.placement import Fleet, NodeSlots, PlacementRefused
 from miles_hpc.specs.base import SchedulingSpec
 
 pytestmark = pytest.mark.unit
@@ -11,6 +11,10 @@ pytestmark = pytest.mark.unit
 def node(index: int, gpus: int = 0, free: set[int] | None = None, **more: float) -> NodeSlots:
     taken = frozenset(range(gpus)) if free is None else frozenset(free)
     return NodeSlots(id=f"n{index}", cpus=more.pop("cpus", 8.0), gpus=gpus, free_gpus=taken, **more)
+
+
+def place(cell: str, need: SchedulingSpec, nodes: list[NodeSlots], **how):
+    return Fleet(nodes, {}).place(cell, "pool", need, **how)
 
 
 def test_cells_of_a_pool_go_round_the_nodes(fleet, pool):
@@ -102,3 +106,64 @@ def test_spare_nodes_get_work_only_in_place_of_others(fleet, pool):
     f.agents[1].silent = True
     f.pass_time(12)
     assert {cell[0][0] for cell in f.places("engine")} == {"node-00000", "node-00002"}
+
+
+def test_cells_that_are_placed_one_after_the_other_do_not_meet():
+    fleet = Fleet([node(0, 4), node(1, 4, {0, 1, 3}), node(2, 4)], {})
+    pair, one = SchedulingSpec(num_gpus_per_worker=2), SchedulingSpec(num_gpus_per_worker=1)
+    found = []
+    for need in (pair, one, pair, pair, one, pair, one):
+        found.append(fleet.place("e", "p", need))
+        fleet.take("p", need, found[-1])
+    assert found == [
+        [("n0", (0, 1))],
+        [("n0", (2,))],
+        [("n1", (0, 1))],
+        [("n2", (0, 1))],
+        [("n0", (3,))],
+        [("n2", (2, 3))],
+        [("n1", (3,))],
+    ]
+    with pytest.raises(PlacementRefused):
+        fleet.place("e", "p", one)
+
+
+def test_slots_that_are_kept_back_and_barred_nodes_are_for_others_alone():
+    fleet = Fleet([node(0, 2), node(1, 2), node(2, 2)], {})
+    need = SchedulingSpec(num_gpus_per_worker=2)
+    assert fleet.place("e", "p", need, barred=["n0"], kept_back={"n1": [1], "elsewhere": [0]}) == [("n2", (0, 1))]
+    assert fleet.place("e", "p", need, previous=[("n1", (0, 1))], kept_back={"n1": [1]}) == [("n0", (0, 1))]
+    assert fleet.place("e", "p", need) == [("n0", (0, 1))]
+    with pytest.raises(PlacementRefused, match="no node is alive"):
+        fleet.place("e", "p", need, barred=["n0", "n1", "n2"])
+
+
+def test_cpu_cells_go_to_the_least_occupied_node_that_may_take_them():
+    fleet = Fleet([node(0), node(1, cpus_used=4.0), node(2)], {"p": {"n0": 1}})
+    need = SchedulingSpec()
+    found = []
+    for pool in ("p", "p", "q", "p", "q", "q", "p"):
+        (place,) = fleet.place("c", pool, need, hub_node="n2", avoid_hub_node=pool == "q")
+        found.append(place[0])
+        fleet.take(pool, need, [place])
+    assert found == ["n2", "n1", "n0", "n0", "n1", "n0", "n2"]
+    assert fleet.place("c", "p", need, barred=["n2", "n1"]) == [("n0", ())]
+    assert fleet.place("c", "p", need, barred=["n0", "n1"], hub_node="n2", avoid_hub_node=True) == [("n2", ())]
+
+
+def test_the_thousandth_cell_is_found_as_quickly_as_the_first(monkeypatch):
+    """Nodes that are looked at, not seconds."""
+    looks = 0
+    occupied = Fleet._occupied
+
+    def counted(self, pool, i):
+        nonlocal looks
+        looks += 1
+        return occupied(self, pool, i)
+
+    monkeypatch.setattr(Fleet, "_occupied", counted)
+    fleet = Fleet([node(i, 2) for i in range(1000)], {})
+    for need in (SchedulingSpec(), SchedulingSpec(num_gpus_per_worker=2)):
+        for _ in range(1000):
+            fleet.take("p", need, fleet.place("c", "p", need))
+    assert looks <= 1000 + 3 * 1000
