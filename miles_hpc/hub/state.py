@@ -91,6 +91,9 @@ class HubState:
             for node in core.nodes.values():
                 node.last_heard += lag
             core.note("hub_stalled", "warning", seconds=round(lag, 3))
+        if isinstance(event, Received) and isinstance(event.message, Heartbeat) and self._is_well(event):
+            out, core.out = core.out, []
+            return out
         match event:
             case Received(peer, message):
                 self._on_message(peer, message)
@@ -123,6 +126,17 @@ class HubState:
         return out
 
     # -------------------------------------------------------------------------------------------- messages
+    def _is_well(self, event: Received) -> bool:
+        """Whether a heartbeat comes from a node that was well before: then there is nothing to decide. Thousands come
+        in a second."""
+        core, message = self.core, event.message
+        node = core.nodes.get(core.node_of_peer.get(event.peer, ""))
+        if node is None or node.condition != "alive" or node.left or core.recovering is not None:
+            return False
+        assert isinstance(message, Heartbeat)
+        node.last_heard, node.dropped = core.now, message.dropped
+        return True
+
     def _on_message(self, peer: bytes, message: object) -> None:
         core = self.core
         if isinstance(message, AgentHello):
