@@ -217,8 +217,11 @@ class Dispatcher:
         try:
             self._on_message(peer, message, parcel)
         except Exception as error:
-            if not self._failure.done():
-                self._failure.set_exception(error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
     def _on_message(self, peer: bytes, message: ToExecutor, parcel: memoryview | None) -> None:
         now = self._loop.time()
@@ -272,6 +275,9 @@ class Dispatcher:
             names = [one.group for one in done.groups]
             log.warning("group %s could not be pulled and is asked for inline: %s", names[0], error)
             self._server.send(peer, SendInline(incarnation=done.incarnation, groups=names))
+            return
+        except Exception as error:
+            self._fail(error)
             return
         self._guarded(peer, msgspec.structs.replace(done, ref=None), memory)
 

@@ -7,7 +7,7 @@ import contextlib
 import mmap
 import threading
 
-from miles_hpc.transport.bulk import BulkClient, BulkError, BulkTimeout
+from miles_hpc.transport.bulk import BulkClient, BulkTimeout
 from miles_hpc.transport.carriers import ParcelRef
 from miles_hpc.transport.segments import SegmentMaps, SegmentUnreachable
 from miles_hpc.wire.address import HostAndPort
@@ -36,11 +36,11 @@ class ParcelFetcher:
         Raises:
             BulkError: it did not come. From a port that was silent nothing is asked again.
         """
-        if (ref.address, ref.key) in self._unreachable:
-            raise BulkTimeout(f"{ref.address.netloc} did not answer before")
         client, lock = self._client(ref)
-        memory = memoryview(mmap.mmap(-1, ref.nbytes))
         async with lock:
+            if (ref.address, ref.key) in self._unreachable:
+                raise BulkTimeout(f"{ref.address.netloc} did not answer before")
+            memory = memoryview(mmap.mmap(-1, ref.nbytes))
             try:
                 await _in_thread(client, ref.id, memory)
             except BulkTimeout:
@@ -69,7 +69,7 @@ async def _in_thread(client: BulkClient, parcel: bytes, into: memoryview) -> Non
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
-    def end(error: BulkError | None) -> None:
+    def end(error: Exception | None) -> None:
         if done.cancelled():
             return
         if error is None:
@@ -78,10 +78,10 @@ async def _in_thread(client: BulkClient, parcel: bytes, into: memoryview) -> Non
             done.set_exception(error)
 
     def work() -> None:
-        failure = None
+        failure: Exception | None = None
         try:
             client.pull(parcel, into, _PULL_S)
-        except BulkError as error:
+        except Exception as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(end, failure)

@@ -49,6 +49,8 @@ _STAGES = 32
 """Groups whose stage goes with a beat."""
 _LARGE = 128 * 1024
 """Bytes of a group that stays in shared memory for the executor to fetch; smaller ones are sent, encrypted."""
+_SEGMENTS = 512
+"""Groups that stay there at most: each takes a file descriptor."""
 _TOGETHER = 1 << 20
 """Bytes of small groups in one message."""
 _WARM_BYTES = 256 << 20
@@ -296,7 +298,7 @@ class RolloutWorker:
             samples = await run.run()
         except GroupInterrupted as interrupted:
             partial = GroupPartial(incarnation=incarnation, group=name, samples=interrupted.partial)
-            self._finish(name, _Kept(partial))
+            self._finish(run, _Kept(partial))
         except GroupError as error:
             if not error.reason.startswith("filtered_"):
                 log.warning("group failed (%s): %s", error.reason, error)
@@ -307,26 +309,31 @@ class RolloutWorker:
                 text=str(error)[-8000:],
                 reward_calls=run.reward_calls,
             )
-            self._finish(name, _Kept(failed))
+            self._finish(run, _Kept(failed))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # a bug here, not in the user's functions: end, and be started anew
             self._fail(error)
         else:
             calls = 0 if run.order.evaluation else run.reward_calls
-            self._finish(name, self._packed(Done(name, len(samples), calls, run.stats), samples))
+            self._finish(run, self._packed(Done(name, len(samples), calls, run.stats), samples))
 
     # ------------------------------------------------------------------------------------------ keeping
     def _packed(self, done: Done, samples: Sequence[SampleArrays]) -> _Kept:
         nbytes = sum(sample.nbytes for sample in samples)
-        if nbytes >= _LARGE and self._outbox is not None:
+        if nbytes >= _LARGE and self._outbox is not None and self._outbox.held < _SEGMENTS:
             try:
                 return _Kept(done, nbytes, ref=self._outbox.offer(RolloutBatch.packing_of(samples)))
             except OSError as error:
                 log.warning("no shared memory for a group of %d bytes, it is sent inline: %s", nbytes, error)
         return _Kept(done, nbytes, samples)
 
-    def _finish(self, name: str, kept: _Kept) -> None:
+    def _finish(self, run: GroupRun, kept: _Kept) -> None:
+        name = run.order.spec.id
+        if name not in self._running or self._running[name][0] is not run:
+            # It was cancelled, and a function of the user's took no notice.
+            self._release(kept)
+            return
         del self._running[name]
         self._kept[name] = kept
         self._kept_bytes += kept.nbytes
@@ -395,6 +402,9 @@ class RolloutWorker:
         if kept is None:
             return
         self._kept_bytes -= kept.nbytes
+        self._release(kept, reuse=reuse)
+
+    def _release(self, kept: _Kept, *, reuse: bool = False) -> None:
         if kept.ref is not None and self._outbox is not None:
             self._outbox.release(kept.ref, reuse=reuse)
 

@@ -88,6 +88,11 @@ class Outbox:
         with self._lock:
             return sum(held.nbytes for held in self._held.values())
 
+    @property
+    def held(self) -> int:
+        """Parcels that are not released."""
+        return len(self._held)
+
     def offer(self, packing: Packing, *, remote: bool = False) -> ParcelRef:
         """Hold a parcel until it is released.
 

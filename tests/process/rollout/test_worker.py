@@ -1,6 +1,7 @@
 """A rollout worker against a scripted executor, over the real sockets, in one process."""
 
 import asyncio
+import contextlib
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from miles_hpc.rollout.work_messages import (
     GroupsReceived,
     RunGroup,
     SendInline,
+    WorkBeat,
     WorkHello,
     WorkWelcome,
 )
@@ -34,8 +36,12 @@ ANY = HostAndPort("127.0.0.1", 0)
 
 
 async def generate(sample, context):
-    """As many tokens as the prompt says."""
+    """As many tokens as the prompt says; below 0 it waits to be cancelled, and takes no notice."""
     count = int(sample.prompt)
+    if count < 0:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        count = -count
     sample.token_ids = list(range(count))
     sample.loss_mask = [1] * count
     sample.logprobs = [-1.0] * count
@@ -158,6 +164,23 @@ def test_a_large_group_stays_in_shared_memory_until_it_is_committed(bench):
         assert third.ref.segment.nonce == second.ref.segment.nonce, "warm memory is used again"
         assert mapped.token_ids[-1] == 49_999
         fetcher.close()
+
+    bench(body, {"bulk": ANY})
+
+
+def test_a_group_that_was_freed_is_not_sent_when_its_function_ignores_the_cancellation(bench):
+    async def body(made):
+        made.run(("stubborn", -50_000))
+        beat, _ = await made.next(WorkBeat)
+        while beat.running != ["stubborn"]:
+            beat, _ = await made.next(WorkBeat)
+        assert [(stage.group, stage.stage) for stage in beat.oldest] == [("stubborn", "sample 0: prompt")]
+        made.send(FreeGroups(incarnation=1, groups=["stubborn"], reason="superseded"))
+        for name in ("next", "last"):
+            made.run((name, 3))
+            done, _ = await made.next(GroupsDone)
+            assert [one.group for one in done.groups] == [name]
+        assert made.worker._outbox.held == 0
 
     bench(body, {"bulk": ANY})
 
