@@ -49,9 +49,10 @@ SLACK = 2.0
 
 
 def figure(what: str, seconds: float, bound_s: float) -> None:
-    """Note how long something took, and hold it to its bound."""
-    FIGURES.append(f"{what}: {seconds:.1f} s (at most {bound_s:g} s)")
-    assert seconds <= bound_s * SLACK, FIGURES[-1]
+    """Note how long something took, and hold it to its bound, with slack for what else the machine does."""
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    FIGURES.append(f"{what}: {seconds:.1f} s (at most {bound_s:g} s on an idle machine; load {load:.1f} per core)")
+    assert seconds <= bound_s * max(SLACK, load), FIGURES[-1]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -29,10 +29,14 @@ def guests_of(job: Job) -> dict[str, tuple[str, str]]:
 
 
 def test_engines_of_other_jobs_take_traffic_outlive_the_hub_and_go_without_losing_a_prompt(bed: Bed, undisturbed):
-    job = bed.submit("smoke", "--set", "steps=400", "--set", "train.save_every=10", options=["--nodes=2"])
+    job = bed.submit(
+        "smoke", "--set", "steps=400", "--set", "train.save_every=10", options=["--nodes=2", "--nodelist=node1,node2"]
+    )
     job.wait_steps(2)
     assert len(engines(job)) == 2
-    first, second = (bed.submit(str(job.run_dir), script=JOIN, options=["--nodes=1"]) for _ in range(2))
+    first, second = (
+        bed.submit(str(job.run_dir), script=JOIN, options=[f"--nodelist={node}"]) for node in ("node3", "node4")
+    )
     wait_until("two more engines are ready", lambda: len(engines(job)) == 4, 60)
     before = guests_of(job)
     assert {node for node, _ in before.values()} == {"node-00002", "node-00003"}
@@ -46,10 +50,9 @@ def test_engines_of_other_jobs_take_traffic_outlive_the_hub_and_go_without_losin
     assert guests_of(job) == before, "started by nobody a second time"
     # One job is cancelled, the other one preempted.
     command("scancel", first.id)
-    (host,) = (command("squeue", "-h", "-j", second.id, "-o", "%N").split(),)
     other = bed.folder / "other.sh"
     other.write_text("#!/bin/bash\nexec sleep 1\n")
-    bed.submit(script=other, options=["--partition=high", f"--nodelist={host[0]}", "--exclusive"])
+    bed.submit(script=other, options=["--partition=high", "--nodelist=node4", "--exclusive"])
     first.wait(60)
     second.wait(60)
     wait_until("their engines are gone", lambda: len(engines(job)) == 2 and len(engines(job, "stopped")) == 2, 60)
