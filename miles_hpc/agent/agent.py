@@ -174,7 +174,7 @@ class Agent:
         poller.register(signals, zmq.POLLIN)
         if self.options.lifeline >= 0 and not self._leaving:
             poller.register(self.options.lifeline, zmq.POLLIN)
-        for source in (self._seeker.fileno, *self.keeper.pollable()):
+        for source in (self._seeker.fileno, *self.keeper.pollable(), *self.table.pollable()):
             poller.register(source, zmq.POLLIN)
         if self.link is not None:
             for pollable in self.link.pollable():

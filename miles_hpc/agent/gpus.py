@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_hpc.agent import procfs
+from miles_hpc.agent.errand import Errand
 from miles_hpc.config.node import GpuConfig
 from miles_hpc.wire.messages import Gpu
 
@@ -108,14 +109,15 @@ class NodeGpus:
         # NVML counts by bus id, CUDA by speed unless it is told otherwise.
         return {VISIBLE: ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-    def busy(self, uuids: Sequence[str]) -> str:
-        """Which of these GPUs lack free memory, and who holds it; "" when all are fresh, or NVML does not say."""
-        if not uuids:
-            return ""
-        lines = []
+    def held(self, uuids: Sequence[str]) -> dict[str, str]:
+        """Each of these GPUs, with "" when it is fresh or NVML does not say, else with who holds it.
+
+        NVML may take seconds, and hangs with a driver that does: not for a loop.
+        """
+        found = dict.fromkeys(uuids, "")
         with _nvml() as nvml:
             if nvml is None:
-                return ""
+                return found
             for uuid in uuids:
                 handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
                 memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -123,11 +125,40 @@ class NodeGpus:
                     continue
                 pids = [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
                 who = ", ".join(f"pid {pid} {procfs.command_line(pid)[:80] or '(not visible here)'}" for pid in pids)
-                lines.append(
+                found[uuid] = (
                     f"GPU {self._gpus[uuid].index} ({uuid}) has {memory.free >> 20} of {memory.total >> 20} MiB free, "
                     f"held by {who or 'no process that NVML shows'}"
                 )
-        return "; ".join(lines)
+        return found
+
+
+class GpuLooks:
+    """Looks at the memory of GPUs, one after the other, in a thread."""
+
+    def __init__(self, gpus: NodeGpus) -> None:
+        self._gpus = gpus
+        self._errand: Errand[dict[str, str]] | None = None
+        self._asked: tuple[str, ...] = ()
+
+    def pollable(self) -> list[int]:
+        """Becomes readable when `take` has something."""
+        return [] if self._errand is None else [self._errand.fileno]
+
+    def ask(self, uuids: Sequence[str]) -> bool:
+        """Begin a look. False: the one before has not ended."""
+        if self._errand is None:
+            self._errand = Errand("gpus", self._gpus.held)
+        if not self._errand.ask(uuids):
+            return False
+        self._asked = tuple(uuids)
+        return True
+
+    def take(self) -> dict[str, str] | None:
+        """What a look has found, as `NodeGpus.held`, once. An error of NVML says nothing against a GPU."""
+        done = None if self._errand is None else self._errand.take()
+        if done is None:
+            return None
+        return dict.fromkeys(self._asked, "") if done.value is None else done.value
 
 
 @contextlib.contextmanager

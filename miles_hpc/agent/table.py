@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from miles_hpc.agent.farewell import FAREWELL_S, Farewell
-from miles_hpc.agent.gpus import GpuError
+from miles_hpc.agent.gpus import GpuError, GpuLooks
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.ports import PortError, Ports, describe_holder, is_served_by
 from miles_hpc.agent.probes import Finding, Probes
@@ -39,6 +39,8 @@ from miles_hpc.wire.messages import (
 LOG_TAIL_BYTES = 64 * 1024
 GPU_LOOK_S = 1.0
 """Seconds between two looks at GPUs whose memory somebody else still holds."""
+NVML_PATIENCE_S = 10.0
+"""Seconds beyond `gpu.wait_s` after which a look at GPUs that has not ended counts as one that found them held."""
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|\[Errno 98\]|os error 98")
 
 
@@ -60,6 +62,8 @@ class Row(msgspec.Struct):
     order: StartWorker | None = None
     """Carried out once its GPUs are fresh, or `patience` is over."""
     patience: float = 0.0
+    awaited: bool = False
+    """It was said that its GPUs are not fresh."""
     probe: Probe = NO_PROBE
     stateful: bool = False
     calls: list[HttpCall] = msgspec.field(default_factory=list)
@@ -98,6 +102,7 @@ class WorkerTable:
         self._log = log
         self._send = send
         self._clock = clock
+        self._gpu_looks = GpuLooks(surroundings.gpus)
         self._gpu_look_at = math.inf
         self._rows: dict[str, Row] = {}
 
@@ -170,16 +175,18 @@ class WorkerTable:
             self._refuse(row, "spawn_failed", "the agent is leaving")
         else:
             row.order, row.patience = order, self._clock() + self._surroundings.gpus.config.wait_s
-            self._start_when_fresh(row, order)
+            if order.gpu_uuids:
+                self._gpu_look_at = self._clock()
+            else:
+                self._start_when_fresh(row, order, "")
 
-    def _start_when_fresh(self, row: Row, order: StartWorker) -> None:
+    def _start_when_fresh(self, row: Row, order: StartWorker, held: str) -> None:
         """Start a worker, or wait while somebody else holds the memory of its GPUs."""
         gpus = self._surroundings.gpus
-        held = gpus.busy(order.gpu_uuids)
         if held and self._clock() < row.patience:
-            if self._gpu_look_at == math.inf:
-                self._gpu_look_at = self._clock() + GPU_LOOK_S
+            if not row.awaited:
                 self._log.write("gpus_awaited", "warning", worker=row.worker, held=held)
+            row.awaited = True
             return
         row.order = None
         if held and gpus.config.foreign == "refuse":
@@ -196,18 +203,38 @@ class WorkerTable:
     def next_deadline(self) -> float:
         """When `advance` has something to do."""
         said = any(row.farewell is not None for row in self._rows.values())
-        return min(self._gpu_look_at, self._clock() + _FAREWELL_LOOK_S if said else math.inf)
+        given_up = min((row.patience + NVML_PATIENCE_S for row in self._awaiting_gpus()), default=math.inf)
+        return min(self._gpu_look_at, given_up, self._clock() + _FAREWELL_LOOK_S if said else math.inf)
+
+    def pollable(self) -> list[int]:
+        """Descriptors that say when `advance` has something to do."""
+        return self._gpu_looks.pollable()
 
     def advance(self) -> None:
         """Start what waited for GPUs that have become free; stop what has been taken leave of."""
         for row in list(self._rows.values()):
             if row.farewell is not None and row.farewell.over(self._clock()):
                 self._stop_now(row, *row.stop)
+        held = self._gpu_looks.take()
+        for row in self._awaiting_gpus():
+            assert row.order is not None
+            if held is not None and held.keys() >= set(row.gpu_uuids):
+                self._start_when_fresh(row, row.order, "; ".join(filter(None, (held[gpu] for gpu in row.gpu_uuids))))
+            elif self._clock() >= row.patience + NVML_PATIENCE_S:
+                self._start_when_fresh(row, row.order, f"NVML has not answered for {NVML_PATIENCE_S:g} s")
+        waiting = self._awaiting_gpus()
+        if held is not None and waiting:
+            new = any(gpu not in held for row in waiting for gpu in row.gpu_uuids)
+            self._gpu_look_at = min(self._gpu_look_at, self._clock() + (0.0 if new else GPU_LOOK_S))
         if self._clock() >= self._gpu_look_at:
+            wanted = list(dict.fromkeys(gpu for row in waiting for gpu in row.gpu_uuids))
+            # A look that is under way tells by its descriptor when it ends; then comes the next one.
             self._gpu_look_at = math.inf
-            for row in list(self._rows.values()):
-                if row.order is not None:
-                    self._start_when_fresh(row, row.order)
+            if wanted:
+                self._gpu_looks.ask(wanted)
+
+    def _awaiting_gpus(self) -> list[Row]:
+        return [row for row in self._rows.values() if row.order is not None]
 
     def _refuse(self, row: Row, cause: Cause, text: str) -> None:
         self._forget(row)

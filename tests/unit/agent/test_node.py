@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from miles_hpc.agent.log_files import read_tail
 from miles_hpc.agent.place import place_name
 from miles_hpc.agent.run import parser
 from miles_hpc.agent.scratch import Scratch, ScratchError, choose_base
+from miles_hpc.agent.surroundings import Surroundings, out_of_memory
 from miles_hpc.wire.messages import Gpu
 
 pytestmark = pytest.mark.unit
@@ -74,6 +77,80 @@ def test_a_memory_limit_of_the_control_group_counts(tmp_path, monkeypatch):
     assert cgroups.oom_kills(tmp_path) == 2
     (tmp_path / "memory.max").write_text("max\n")
     assert inventory.memory_limit() > 12345
+
+
+@pytest.fixture
+def fake_cgroup_v2(tmp_path, monkeypatch):
+    """A worker's group as version 2 shows it, with its agent's group above; the kernel's part is the test's."""
+    agents = tmp_path / "fake_cgroup" / "job_7" / "step_0"
+    workers = agents / "mh-x" / "pool-00000-00000"
+    workers.mkdir(parents=True)
+    for group in (agents, workers):
+        (group / "memory.events").write_text("low 0\nhigh 0\nmax 0\noom 0\noom_kill 0\noom_group_kill 0\n")
+    monkeypatch.setattr(cgroups, "own_groups", lambda: [agents])
+    monkeypatch.setattr(cgroups, "machine_oom_kills", lambda: 5)
+    monkeypatch.setattr(cgroups, "memory_pressure", lambda: False)
+    return agents, workers
+
+
+def kernel_kills_in(group):
+    (group / "memory.events").write_text("low 0\nhigh 0\nmax 31\noom 2\noom_kill 1\noom_group_kill 0\n")
+
+
+def surroundings(group):
+    before = (cgroups.own_oom_kills(), cgroups.machine_oom_kills())
+    reader = SimpleNamespace(close=lambda: None)
+    return Surroundings(env={}, scratch=Path("/x"), group=group, progress=reader, kills_before=before)
+
+
+@pytest.mark.parametrize("signal", [9, None])
+def test_a_kill_in_the_worker_s_own_group_is_out_of_memory_whoever_of_it_was_hit(fake_cgroup_v2, signal):
+    _, workers = fake_cgroup_v2
+    found = surroundings(workers)
+    assert out_of_memory(found, signal, killed_by_us=False) == "no"
+    kernel_kills_in(workers)
+    assert out_of_memory(found, signal, killed_by_us=False) == "yes"
+
+
+def test_without_a_group_of_its_own_the_agent_s_group_tells(fake_cgroup_v2):
+    agents, _ = fake_cgroup_v2
+    found = surroundings(None)
+    assert out_of_memory(found, 9, killed_by_us=False) == "no"
+    kernel_kills_in(agents)
+    assert out_of_memory(found, 9, killed_by_us=False) == "yes"
+    assert out_of_memory(found, 9, killed_by_us=True) == out_of_memory(found, 11, killed_by_us=False) == "no"
+
+
+def test_where_no_group_can_be_read_a_kill_of_the_machine_makes_it_probable(fake_cgroup_v2, monkeypatch):
+    monkeypatch.setattr(cgroups, "own_groups", list)
+    found = surroundings(None)
+    assert out_of_memory(found, 9, killed_by_us=False) == "no"
+    monkeypatch.setattr(cgroups, "machine_oom_kills", lambda: 6)
+    assert out_of_memory(found, 9, killed_by_us=False) == "probable"
+    monkeypatch.setattr(cgroups, "machine_oom_kills", lambda: 5)
+    monkeypatch.setattr(cgroups, "memory_pressure", lambda: True)
+    assert out_of_memory(found, 9, killed_by_us=False) == "probable"
+
+
+def test_this_machine_s_own_groups_are_read_where_it_has_some():
+    groups = cgroups.own_groups()
+    counts = [count for group in groups if (count := cgroups.oom_kills(group)) is not None]
+    if not counts:
+        pytest.skip(f"no memory account can be read in {groups or 'any control group'}")
+    assert all(count >= 0 for count in counts) and cgroups.own_oom_kills() == counts[0]
+
+
+def test_gpus_of_amd_are_refused_in_one_line_where_gpus_are_wanted(tmp_path, monkeypatch):
+    fake_kfd = tmp_path / "kfd"
+    fake_kfd.touch()
+    monkeypatch.setattr(gpus, "_KFD", fake_kfd)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(gpus.GpuError) as refused:
+        gpus.find({})
+    assert "ROCm" in str(refused.value) and "not supported yet" in str(refused.value) and "\n" not in str(refused.value)
+    assert gpus.find({}, wanted=False) == []
+    fake_kfd.unlink()
+    assert gpus.find({}) == []
 
 
 def test_oom_kills_are_unknown_without_a_control_group(monkeypatch):

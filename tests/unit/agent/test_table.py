@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from miles_hpc.agent.stalls import Stalls
 from miles_hpc.agent.supervise import Exit, SpawnError
 from miles_hpc.agent.surroundings import NodeSurroundings
 from miles_hpc.agent.table import WorkerTable
+from miles_hpc.config.node import GpuConfig
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     Gpu,
@@ -115,6 +119,9 @@ class Node:
         fields = {"argv": [sys.executable], "env": {}, "ports": {}, **fields}
         order = StartWorker(**{"worker": W, "generation": g(n), "probe": probe or Probe(), **fields})
         self.table.on_start(order, accept=accept)
+        while order.gpu_uuids and self.table._awaiting_gpus():
+            self.table.advance()
+            select.select(self.table.pollable(), [], [], 0.01)
 
     def end(self, n: int = 1, by_slurm: bool = False, **fields: Any) -> None:
         """Nothing is left of the worker."""
@@ -280,6 +287,29 @@ def test_gpus_are_given_in_the_form_that_was_inherited(tmp_path, inherited, told
     with_gpus, without = (call["env"]["CUDA_VISIBLE_DEVICES"] for call in node.supervisor.spawned)
     assert (with_gpus, without) == (told, "")
     node.close()
+
+
+def test_a_driver_that_hangs_holds_nobody_up_and_is_given_up_by_name(node, monkeypatch):
+    go = threading.Event()
+    gpus = node.table._surroundings.gpus
+    gpus.config = GpuConfig(wait_s=0.05)
+    monkeypatch.setattr(gpus, "held", lambda uuids: go.wait(20) and {})
+    monkeypatch.setattr("miles_hpc.agent.table.NVML_PATIENCE_S", 0.1)
+    fields = {"argv": [sys.executable], "env": {}, "ports": {}, "probe": Probe(), "gpu_uuids": ["GPU-a"]}
+    order = StartWorker(worker=W, generation=g(1), **fields)
+    node.table.on_start(order, accept=True)
+    node.table.advance()
+    node.start(worker="pool-00001-00000")
+    assert [call["name"] for call in node.supervisor.spawned] == ["pool-00001-00000"]
+    node.took()
+    deadline = time.monotonic() + 10
+    while not (sent := node.took()):
+        assert time.monotonic() < deadline
+        node.table.advance()
+        time.sleep(0.005)
+    go.set()
+    assert sent[0].cause == "spawn_failed" and "NVML has not answered" in sent[0].text
+    assert node.table.rows()[0].worker == "pool-00001-00000"
 
 
 def test_a_gpu_of_another_node_is_refused_by_name(node):
