@@ -162,7 +162,7 @@ def test_a_controller_killed_inside_a_window_comes_back_and_no_engine_stays_paus
 
 
 def test_a_window_whose_owner_is_killed_is_aborted_and_the_old_weights_serve(make_fleet):
-    fleet = started(make_fleet)
+    fleet = started(make_fleet, token_ms=200)
     owner = fleet._start("driver-00000", 1, {}, [sys.executable, "-c", OWNER], {})
     fleet.put(owner)
 
@@ -171,7 +171,10 @@ def test_a_window_whose_owner_is_killed_is_aborted_and_the_old_weights_serve(mak
         await asyncio.to_thread(_FLEET.wait_until, lambda: "holds" in owner.log.read_text(), "the owner's window", 60)
         with pytest.raises(WindowTimeout, match="is open"):
             await controller.start_update_weights(1)
+        calls = asyncio.ensure_future(draw(generate))
+        await asyncio.sleep(0.1)
         fleet.kill(owner)
+        assert not calls.done()
         began = time.monotonic()
         status = await controller.wait_serving(2, 60)
         while status.window or {row.weight_version for row in status.engines} != {1}:
@@ -179,7 +182,8 @@ def test_a_window_whose_owner_is_killed_is_aborted_and_the_old_weights_serve(mak
             status = await controller.status()
             assert time.monotonic() - began < 30
         await controller.wait_serving(2, 60)
-        assert versions(await draw(generate)) == {1}
+        assert len(await calls) == 16
+        assert versions(await draw(generate, 4)) == {1}
         await publish(fleet, controller, 3, http)
 
     scenario(fleet, body)
@@ -214,27 +218,24 @@ asyncio.run(main())
 """
 
 
-def test_two_updates_asked_for_at_once_happen_one_after_the_other(make_fleet):
-    fleet = started(make_fleet)
+def test_of_two_updates_asked_for_at_once_the_second_waits_for_the_first(make_fleet):
+    fleet = started(make_fleet, token_ms=200)
 
     async def body(http, controller, generate):
-        await asyncio.gather(publish(fleet, controller, 1, http), delayed_publish(controller))
-        status = await controller.wait_serving(2, 60)
-        assert status.published in (1, 2) and len({row.weight_version for row in status.engines}) == 1
-
-        return status
-
-    async def delayed_publish(controller):
-        async with open_http() as http:
-            window = await controller.start_update_weights(60)
-            known = (await controller.status()).published
-            path = fleet.weights(known + 1)
-            result = await update_from_disk(window.engines, path, known + 1, http=http)
-            try:
-                await controller.end_update_weights(window.window_id, known + 1, path, result.failed)
-            except ControllerError as error:
-                assert "not above" in str(error)
-                await controller.abort_update_weights(window.window_id, "late")
+        await publish(fleet, controller, 1, http)
+        calls = asyncio.ensure_future(draw(generate))
+        first, second = (asyncio.ensure_future(controller.start_update_weights(60)) for _ in range(2))
+        for version, window, other in ((2, first, second), (3, second, None)):
+            opened = await window
+            result = await update_from_disk(opened.engines, fleet.weights(version), version, http=http)
+            if other is not None:
+                assert not calls.done()
+                done, _ = await asyncio.wait({other}, timeout=0.3)
+                assert not done, "both windows were open"
+            ended = await controller.end_update_weights(opened.window_id, version, fleet.weights(version), {})
+            assert (result.failed, ended) == ({}, {})
+        assert len(await calls) == 16
+        assert versions(await draw(generate, 4)) == {3}
 
     scenario(fleet, body)
 
