@@ -106,7 +106,9 @@ class Agent:
         self._heartbeat_at = self._full_table_at = math.inf
         self._seq = 0
         now = self._clock()
-        self._seeker = HubSeeker(options.run_dir, options.run_id, options.attempt, options.digest)
+        self._seeker = HubSeeker(
+            options.run_dir, options.run_id, options.attempt, options.digest, beside_hub=options.hub
+        )
         self._join_deadline = now + options.timing.join
         self._turned_at = now
         self._stood_still = 0.0

@@ -14,6 +14,8 @@ from miles_hpc.wire import rendezvous, security
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
 """Seconds between two looks."""
+_GROWTH, _GROWTH_BESIDE_HUB = 1.5, 1.1
+"""Of the pause with each look. The whole run waits for the agent beside the hub; the others share the file system."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -29,9 +31,10 @@ class HubSeeker:
 
     Args:
         digest: what this agent has read; a hub that has read something else is refused. Empty: not compared.
+        beside_hub: the hub starts on this node.
     """
 
-    def __init__(self, run_dir: Path, run_id: str, attempt: int, digest: str) -> None:
+    def __init__(self, run_dir: Path, run_id: str, attempt: int, digest: str, *, beside_hub: bool = False) -> None:
         self._run_dir = run_dir
         self._run_id = run_id
         self._attempt = attempt
@@ -42,6 +45,7 @@ class HubSeeker:
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._asked = False
         self._look_at, self._pause = 0.0, FIRST_PAUSE
+        self._growth = _GROWTH_BESIDE_HUB if beside_hub else _GROWTH
         # A daemon: one that hangs in the file system must not keep the agent from leaving.
         threading.Thread(target=self._run, name="seek", daemon=True).start()
 
@@ -71,7 +75,7 @@ class HubSeeker:
             os.read(self._read_end, 1)
             self._asked = False
             self._look_at = now + self._pause
-            self._pause = min(self._pause * 1.5, LONGEST_PAUSE)
+            self._pause = min(self._pause * self._growth, LONGEST_PAUSE)
         return found
 
     def close(self) -> None:
