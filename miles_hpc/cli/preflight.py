@@ -319,12 +319,14 @@ def _holder(port: int) -> str:
 
 
 def _notes(config: Config) -> Iterator[str]:
-    if config.inference.engine == "embedded":
+    if config.inference.external:
+        yield f"{len(config.inference.external)} engines of somebody else are used: they are neither started nor stopped"
+    elif config.inference.engine == "embedded":
         yield (
             "inference.engine = embedded: tokens come from the embedded CPU engine, made for small models; "
             'with GPUs, set inference.engine = "sglang"'
         )
-    if config.inference.engine == "fake":
+    elif config.inference.engine == "fake":
         yield "inference.engine = fake: tokens are scripted; this run tests the machinery and learns nothing"
     for wanted, name in (
         (config.tracking.tensorboard, "tensorboard"),
