@@ -320,7 +320,8 @@ def _holder(port: int) -> str:
 
 def _notes(config: Config) -> Iterator[str]:
     if config.inference.external:
-        yield f"{len(config.inference.external)} engines of somebody else are used: they are neither started nor stopped"
+        count = len(config.inference.external)
+        yield f"inference.external names {count} engines of somebody else: they are neither started nor stopped"
     elif config.inference.engine == "embedded":
         yield (
             "inference.engine = embedded: tokens come from the embedded CPU engine, made for small models; "
