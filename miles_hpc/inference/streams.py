@@ -183,6 +183,7 @@ class SilenceWatch:
         self._in_flight.remove(one)
         if not self._in_flight and self._asking is not None:
             self._asking.cancel()
+            self._asking = None
         return True
 
     def _look_at(self, when: float) -> None:
@@ -209,6 +210,7 @@ class SilenceWatch:
             silent = silent or now - one.at >= self._idle_s
         if silent and self._engines is not None and self._asking is None and now - self._asked_at >= self._suspect_s:
             self._asking = asyncio.ensure_future(self._ask(self._engines))
+            self._asking.add_done_callback(self._asked)
         self._look_at(min([now + _LOOK_S, *(one.deadline for one in self._in_flight)]))
 
     def _living(self) -> frozenset[tuple[str, Generation]]:
@@ -217,17 +219,18 @@ class SilenceWatch:
     async def _ask(self, engines: Callable[[], EngineBook]) -> None:
         """Give up what is silent, unless an engine is paused, has a queue, or does not answer (its node's silence is
         the hub's to judge)."""
-        try:
-            urls = list(engines().values())
-            reasons = await asyncio.gather(*map(self._reason_of, urls))
-            now = self._asked_at = time.monotonic()
-            if any(reasons) or not urls:
-                return
-            for one in list(self._in_flight):
-                if now - one.at >= self._idle_s:
-                    text = f"nothing came for {now - one.at:.0f} s, and every engine answers and is not busy"
-                    one.give_up(Silent(text))
-        finally:
+        urls = list(engines().values())
+        reasons = await asyncio.gather(*map(self._reason_of, urls))
+        now = self._asked_at = time.monotonic()
+        if any(reasons) or not urls:
+            return
+        for one in list(self._in_flight):
+            if now - one.at >= self._idle_s:
+                text = f"nothing came for {now - one.at:.0f} s, and every engine answers and is not busy"
+                one.give_up(Silent(text))
+
+    def _asked(self, asking: asyncio.Task[None]) -> None:
+        if self._asking is asking:
             self._asking = None
 
     async def _reason_of(self, url: str) -> str:
