@@ -108,17 +108,37 @@ def _deal(lengths: Array, size: int, how: str) -> list[Array]:
 def _first_fit(lengths: Array, rows: Array, train: TrainConfig) -> list[list[int]]:
     budget = train.max_tokens_per_micro_batch
     bins: list[list[int]] = []
-    left: list[int] = []
+    rooms = _Rooms(len(rows), budget)
     for row in rows[np.argsort(-lengths[rows], kind="stable")].tolist():
         need = int(lengths[row])
-        place = next((index for index, room in enumerate(left) if need <= room), None)
-        if place is None:
-            bins.append([row])
-            left.append(budget - need)
-        else:
-            bins[place].append(row)
-            left[place] -= need
+        place = rooms.first(min(need, budget))
+        if place == len(bins):
+            bins.append([])
+        bins[place].append(row)
+        rooms.take(place, need)
     return bins
+
+
+class _Rooms:
+    """Tokens that `count` micro-batches have room for; the first with enough is found in log(count) steps."""
+
+    def __init__(self, count: int, budget: int) -> None:
+        self._leaves = 1 << max(0, count - 1).bit_length()
+        self._most = [budget] * (2 * self._leaves)
+        """A binary tree: entry i is the most of entries 2 i and 2 i + 1, the micro-batches are its last entries."""
+
+    def first(self, need: int) -> int:
+        entry = 1
+        while entry < self._leaves:
+            entry = 2 * entry if self._most[2 * entry] >= need else 2 * entry + 1
+        return entry - self._leaves
+
+    def take(self, place: int, tokens: int) -> None:
+        entry = place + self._leaves
+        self._most[entry] -= tokens
+        while entry > 1:
+            entry //= 2
+            self._most[entry] = max(self._most[2 * entry], self._most[2 * entry + 1])
 
 
 def _split_largest(bins: list[list[int]], count: int) -> None:

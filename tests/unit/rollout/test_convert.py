@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -167,6 +168,29 @@ def test_every_sample_has_one_rank_and_every_rank_as_many_micro_batches(lengths,
         for start, stop in itertools.pairwise(share.micro_batches.tolist()):
             tokens = lengths[share.rows[start:stop]]
             assert not budget or tokens.sum() <= budget or len(tokens) == 1
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.int64, st.integers(1, 60), elements=st.integers(0, 150)), st.integers(1, 120))
+def test_each_sample_goes_into_the_first_micro_batch_that_has_room(lengths, budget):
+    bins, room = [], []
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        place = next((place for place, left in enumerate(room) if lengths[row] <= left), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[place].append(row)
+        room[place] -= lengths[row]
+    share = split_samples(lengths, 1, TrainConfig(max_tokens_per_micro_batch=budget))[0][0]
+    assert share.rows.tolist() == [row for one in bins for row in one]
+    assert np.diff(share.micro_batches).tolist() == [len(one) for one in bins]
+
+
+def test_packing_many_samples_takes_no_longer_for_each():
+    lengths = np.random.default_rng(0).integers(1, 1000, 60_000)
+    begun = time.process_time()
+    split_samples(lengths, 1, TrainConfig(max_tokens_per_micro_batch=4000))
+    assert time.process_time() - begun < 5  # each with each took minutes
 
 
 def test_balanced_ranks_have_about_as_many_tokens():
