@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 from pathlib import Path
@@ -39,4 +40,26 @@ class FrozenDisk:
         self.thaw()
         for timer in self._thawing:
             timer.cancel()
+        subprocess.run(["umount", "-l", str(self.path)], check=True)
+
+
+class SmallDisk:
+    """A tmpfs of a few MiB at `path`, that can be filled to the last byte. Skips the test where that cannot be made."""
+
+    def __init__(self, tmp_path: Path, mebibytes: int) -> None:
+        self.path = tmp_path / "small"
+        self.path.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(self.path)]
+        if subprocess.run(mount, check=False).returncode != 0:
+            pytest.skip("mounting needs root")
+
+    def fill(self) -> None:
+        with contextlib.suppress(OSError), (self.path / "full").open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+
+    def make_room(self) -> None:
+        (self.path / "full").unlink()
+
+    def close(self) -> None:
         subprocess.run(["umount", "-l", str(self.path)], check=True)

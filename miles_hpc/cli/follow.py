@@ -167,5 +167,7 @@ class Follower:
         try:
             write_verdict(self._run_dir, self._attempt, WriteVerdict(outcome, reason, verdict["exit_code"], summary))
         except OSError as error:
-            self._view.say(f"note: {verdict_path(self._run_dir, self._attempt)} could not be written: {error.strerror}")
+            # Then nothing else on that disk says why, either.
+            target = verdict_path(self._run_dir, self._attempt)
+            summary["reason"] = f"{reason}; {target} could not be written: {error.strerror}".removeprefix("; ")
         return summary

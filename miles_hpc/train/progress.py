@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,13 @@ class MetricsFile:
         self._path = run_dir / "metrics.jsonl"
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a line."""
+        """Add a line, whole or not at all. Raises OSError when the disk is full."""
         line = (json.dumps(row) + "\n").encode()
         with self._path.open("ab", buffering=0) as file:
-            file.write(line)
+            before = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            except OSError:
+                file.truncate(before)
+                raise

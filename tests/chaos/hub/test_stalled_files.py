@@ -1,4 +1,4 @@
-"""The run directory stands still on all nodes, and meanwhile something dies."""
+"""The run directory stands still on all nodes, and meanwhile something dies; or it is full."""
 
 import json
 import time
@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from tests.disks import FrozenDisk
+from tests.disks import FrozenDisk, SmallDisk
 
 from ..conftest import SmokeRun, wait_for
 
@@ -91,3 +91,22 @@ def test_a_remote_engine_that_dies_while_the_run_directory_stalls_is_replaced_me
         disk.thaw()
         plain.close()
         local.close()
+
+
+def test_a_run_whose_directory_is_full_ends_by_name_and_goes_on_when_there_is_room(tmp_path, undisturbed):
+    small = SmallDisk(tmp_path, mebibytes=64)
+    runs = [SmokeRun(small.path, STEPS, PACE)]
+    try:
+        runs[0].reach(6)
+        small.fill()
+        assert runs[0].process.wait(90) == 1
+        assert "No space left on device" in runs[0].last_line(), runs[0].tail()
+        assert not runs[0].left()
+        small.make_room()
+        runs.append(SmokeRun(small.path, STEPS, resume=True))
+        assert runs[1].end()["outcome"] == "finished", runs[1].tail()
+        assert runs[1].ledger() == undisturbed(STEPS)
+    finally:
+        for run in runs:
+            run.close()
+        small.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import resource
 import subprocess
@@ -16,7 +15,7 @@ from miles_hpc.config.schema import ClusterConfig, Config
 from miles_hpc.wire.messages import Done, FinishRun, PoolAddrs, Shutdown
 from miles_hpc.wire.operator import OperatorClient
 from miles_hpc.wire.security import create_secrets
-from tests.disks import FrozenDisk
+from tests.disks import FrozenDisk, SmallDisk
 
 from .test_hub_process import started
 
@@ -59,20 +58,9 @@ def test_a_soft_limit_below_the_need_is_raised(start_hub):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """An empty tmpfs of 2 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], check=False)
-    if mounted.returncode != 0:
-        pytest.skip("mounting needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill(place):
-    with contextlib.suppress(OSError), (place / "full").open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
+    disk = SmallDisk(tmp_path, mebibytes=2)
+    yield disk
+    disk.close()
 
 
 def healed(hub, agent, driver, worker):
@@ -83,10 +71,10 @@ def healed(hub, agent, driver, worker):
 
 
 def test_on_a_full_disk_the_run_goes_on_and_ends(small_disk, start_hub_in):
-    hub = start_hub_in(small_disk / "run")
+    hub = start_hub_in(small_disk.path / "run")
     agent = hub.agent(0)
     driver = started(hub, agent)
-    fill(small_disk)
+    small_disk.fill()
     healed(hub, agent, driver, "engine-policy-0-00001-00000")
     driver.send(FinishRun(outcome="finished", call_id="f"))
     assert hub.end() == 1, "the verdict could not be written, and the hub's exit code says so"
