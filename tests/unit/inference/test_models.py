@@ -7,6 +7,7 @@ import pytest
 from miles_hpc.config.load import load
 from miles_hpc.inference import keeper
 from miles_hpc.inference import service as service_module
+from miles_hpc.inference.client import ControllerClient
 from miles_hpc.inference.engine_api import EngineApi
 from miles_hpc.inference.http_session import http_keys, open_http
 from miles_hpc.inference.needs import NEEDED_CALLS
@@ -16,6 +17,7 @@ from miles_hpc.inference.windows import ControllerError, Disposed, EngineInfo
 from miles_hpc.wire import security
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import CellRow
+from miles_hpc.wire.rpc import RpcRemoteError
 from miles_hpc.wire.sockets import HubError
 
 from .fleet import run, two_engines, until
@@ -322,3 +324,28 @@ def test_an_engine_that_hangs_after_a_broken_broadcast_is_replaced_within_a_boun
         assert f"aborted: {reason}" in caplog.text and why in caplog.text
 
     run(parts, scenario, stall_s=1.2)
+
+
+def test_a_client_of_another_model_names_it_in_each_call_and_gets_the_controllers_own_errors():
+    class Rpc:
+        def __init__(self):
+            self.seen = []
+
+        async def call(self, method, params, timeout_s):
+            self.seen.append((method, params))
+            raise RpcRemoteError("Disposed", "it ends", "")
+
+    client = ControllerClient.__new__(ControllerClient)  # without an address book
+    client._rpc, client._model, client._owner, client._renewals = Rpc(), "judge", [], {}
+
+    async def ask():
+        for call in (client.stop_cell("engine-judge-0-00000", "hot"), client.statuses(), client.prepare_eval(1, 1.0)):
+            with pytest.raises(Disposed, match="it ends"):
+                await call
+
+    asyncio.run(ask())
+    assert client._rpc.seen == [
+        ("stop_cell", {"cell": "engine-judge-0-00000", "reason": "hot", "model": "judge"}),
+        ("status", {"model": "judge"}),
+        ("wait_serving", {"n": 1, "timeout_s": 1.0, "model": "judge"}),
+    ]
