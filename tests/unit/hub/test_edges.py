@@ -213,3 +213,31 @@ def test_a_table_makes_nothing_ready_that_only_starts_and_repeats_no_order_for_i
     f.clear()
     f.table(0)
     assert f.phases() == {"trainer-00000": "starting"} and not f.orders(ReservePorts, StartWorker)
+
+
+def test_the_end_of_a_worker_is_a_warning_until_the_run_itself_ends(fleet, pool):
+    f = fleet(pool("engine"))
+
+    def level():
+        f.die("engine-00000-00000")
+        return [note.level for note in f.notes if note.event == "worker_exited"][-1]
+
+    assert level() == "warning"
+    f.pass_time(1)
+    f.core.decide("cancelled", "enough")
+    assert level() == "info"
+
+
+def test_an_order_is_taken_for_lost_only_when_it_is_older_than_a_suspicion(fleet, pool):
+    f = fleet(pool("engine"))
+    f.agents[0].silent = True  # the order waits in its connection
+    f.die("engine-00000-00000", settle=False)
+    f.apply(Tick())
+    ordered = f.cell("engine-00000").workers[0].ordered_at
+    f.clear()
+    f.now = ordered + f.timing.suspect
+    f.table(0)
+    assert not f.orders(ReservePorts)
+    f.now += 0.01
+    f.table(0)
+    assert [order.worker for order in f.orders(ReservePorts)] == ["engine-00000-00000"]
