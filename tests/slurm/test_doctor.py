@@ -16,8 +16,8 @@ from tests.slurm.conftest import BED, Bed, command
 
 pytestmark = pytest.mark.slurm
 
-# What this bed has by its nature: linuxproc, and a KillWait of 5 s.
-NATURE = {"proctrack", "killwait"}
+# What this bed has by its nature: linuxproc.
+NATURE = {"proctrack"}
 THREE = ("--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=4")
 SKEWED = "import time; real = time.time; time.time = lambda: real() + 90"
 

@@ -101,7 +101,8 @@ def settings(shape: Shape) -> dict[str, str]:
         "SlurmctldTimeout": "30",
         "MessageTimeout": "10",
         "TCPTimeout": "2",
-        "KillWait": "5",
+        # Shorter than Slurm's 30 s, and long enough for a commit: runs drain inside it.
+        "KillWait": "12",
         "MinJobAge": "600",
         "JobRequeue": "1",
         "UnkillableStepTimeout": "30",
