@@ -274,6 +274,8 @@ class HubState:
         core = self.core
         if core.begun or core.outcome is not None or core.now - core.started_at <= core.timing.join:
             return
+        if core.recovery is not None:
+            return  # a later hub does not wait for a start: the run counts from its first hub, and recovery has its end
         wanted = {node_id(index) for index in range(core.info.expected_nodes)}
         missing = sorted(wanted - {node.id for node in core.present_nodes()})
         hosts = dict(zip(sorted(wanted), core.info.hosts, strict=False))

@@ -231,6 +231,19 @@ def test_budgets_counts_and_an_operators_stop_outlive_the_hub(fleet, pool):
     assert f.verdicts[0].outcome == "failed" and "3 times" in f.verdicts[0].reason
 
 
+def test_a_run_that_has_long_begun_does_not_miss_its_nodes_before_they_said_hello_to_a_new_hub(fleet, pool):
+    f = whole_run(fleet, pool)
+    f.pass_time(600)  # longer than timing.join
+    f.next_hub()
+    f.pass_time(1)
+    f.join(0)
+    f.pass_time(1)
+    f.join(1)
+    f.pass_time(30)
+    assert not f.verdicts and f.core.held_decision is None
+    assert set(f.phases().values()) == {"ready"}
+
+
 def test_without_a_journal_the_run_goes_on_all_the_same(fleet, pool):
     f = whole_run(fleet, pool)
     before = snapshot(f)
