@@ -102,21 +102,6 @@ def test_a_link_that_is_cut_for_a_minute_an_agent_s_makes_no_second_hub_and_the_
     at_once(an_agent_that_is_cut_off_claims_nothing, a_hub_that_is_cut_off_gives_way_to_the_majority_and_steps_down)
 
 
-def test_a_frozen_node_that_is_thawed_finds_itself_replaced(spread):
-    run = spread(3, "steps=4000", "train.save_every=1")
-    run.reach(3)
-    run.freeze(0)
-    run.hub_of_epoch(2, 60)
-    reached = run.step()
-    run.reach(reached + 5, 150)
-    run.thaw(0)
-    wait_for(lambda: run.hubs() == [1], "the thawed hub to step down", 30)
-    run.reach(run.step() + 5)
-    numbers = [int(path.stem) for path in (run.run_dir / "commits").glob("[0-9]*.json")]
-    assert sorted(numbers) == list(range(1, len(numbers) + 1))
-    assert run.epochs() == [1, 2]
-
-
 def stop_in_a_commit(run, patience_s=60.0):
     """Stop the driver between the temporary file of a commit and its link. Returns its pid and the commit's number."""
     commits = run.run_dir / "commits"
@@ -135,30 +120,50 @@ def stop_in_a_commit(run, patience_s=60.0):
     raise AssertionError(f"no commit was caught in the middle within {patience_s:g} s")
 
 
-def test_a_node_that_is_stopped_in_the_middle_of_a_commit_commits_nothing_when_it_wakes_up(spread):
-    run = spread(3, "steps=4000", "train.save_every=1", *SOON)
-    run.reach(3)
-    home = run.node_of("driver-00000")
-    assert home != 0, "stateful cells avoid the hub's node"
-    driver, n = stop_in_a_commit(run)
-    run.freeze(home)
-    assert run.node_of("driver-00000") == home
-    reached = run.step()
-    wait_for(lambda: run.node_of("driver-00000") != home, "the incarnation to start elsewhere", 120)
-    run.reach(reached + 5, 120)
-    (at_n,) = [commit for commit in read_chain(run.run_dir) if commit.n == n]
-    assert at_n.kind == "open", "the new incarnation took the number that the old one was about to take"
-    drafts = list((run.run_dir / "commits").glob(f".{n:05d}.json.{driver}.*"))
-    assert len(drafts) == 1, "the old driver is still in the middle of it"
-    run.thaw(home)
-    wait_for(lambda: run.alive_nodes() == 3, "the node's return", 60)
-    run.reach(run.step() + 5)
-    wait_for(lambda: run.superseded_is_gone(home), "what was superseded to end", 30)
-    chain = read_chain(run.run_dir)
-    assert [commit.n for commit in chain] == list(range(1, len(chain) + 1)) and at_n in chain
-    assert [commit.kind for commit in chain].count("open") == 2 and run.epochs() == [1]
-    steps = [commit.step for commit in chain if commit.kind == "step"]
-    assert steps == sorted(set(steps)), "every step is committed once"
+def test_frozen_nodes_find_themselves_replaced_the_hub_s_and_one_in_the_middle_of_a_commit(spread):
+    of_the_hub = spread(3, "steps=4000", "train.save_every=1", QUIET)
+    of_the_driver = spread(3, "steps=4000", "train.save_every=1", QUIET, *SOON)
+
+    def a_thawed_hub_steps_down():
+        run = of_the_hub
+        run.reach(3)
+        run.freeze(0)
+        run.hub_of_epoch(2, 60)
+        reached = run.step()
+        run.reach(reached + 5, 150)
+        run.thaw(0)
+        wait_for(lambda: run.hubs() == [1], "the thawed hub to step down", 30)
+        run.reach(run.step() + 5)
+        numbers = [int(path.stem) for path in (run.run_dir / "commits").glob("[0-9]*.json")]
+        assert sorted(numbers) == list(range(1, len(numbers) + 1))
+        assert run.epochs() == [1, 2]
+
+    def a_driver_that_wakes_up_in_the_middle_of_a_commit_commits_nothing():
+        run = of_the_driver
+        run.reach(3)
+        home = run.node_of("driver-00000")
+        assert home != 0, "stateful cells avoid the hub's node"
+        driver, n = stop_in_a_commit(run)
+        run.freeze(home)
+        assert run.node_of("driver-00000") == home
+        reached = run.step()
+        wait_for(lambda: run.node_of("driver-00000") != home, "the incarnation to start elsewhere", 120)
+        run.reach(reached + 5, 120)
+        (at_n,) = [commit for commit in read_chain(run.run_dir) if commit.n == n]
+        assert at_n.kind == "open", "the new incarnation took the number that the old one was about to take"
+        drafts = list((run.run_dir / "commits").glob(f".{n:05d}.json.{driver}.*"))
+        assert len(drafts) == 1, "the old driver is still in the middle of it"
+        run.thaw(home)
+        wait_for(lambda: run.alive_nodes() == 3, "the node's return", 60)
+        run.reach(run.step() + 5)
+        wait_for(lambda: run.superseded_is_gone(home), "what was superseded to end", 30)
+        chain = read_chain(run.run_dir)
+        assert [commit.n for commit in chain] == list(range(1, len(chain) + 1)) and at_n in chain
+        assert [commit.kind for commit in chain].count("open") == 2 and run.epochs() == [1]
+        steps = [commit.step for commit in chain if commit.kind == "step"]
+        assert steps == sorted(set(steps)), "every step is committed once"
+
+    at_once(a_thawed_hub_steps_down, a_driver_that_wakes_up_in_the_middle_of_a_commit_commits_nothing)
 
 
 def test_a_hub_that_is_stopped_for_a_while_loses_nobody_and_one_that_stands_still_is_started_again(spread):
