@@ -26,7 +26,7 @@ with miles_hpc.connect(run_dir) as client:
             ids = torch.tensor(batch.token_ids[span]).long()[None]
             mask = torch.tensor(batch.response_mask[span])[1:].bool()
             logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-            loss = -(float(batch.advantages[row]) * logprobs[mask]).sum() / batch.total_response_tokens
+            loss = -(float(batch.advantages[row]) * logprobs[mask]).sum() / max(1, batch.total_response_tokens)
             loss.backward()
             total += loss.item()
         for parameter in model.parameters() if world > 1 else ():

@@ -192,9 +192,10 @@ def closing_lines(summary: dict[str, Any], run_dir: Path, made: dict[str, Path])
     if heldout.get("last") is not None:
         lines.append(f"held-out accuracy {shown(heldout.get('first'))} -> {shown(heldout['last'])}")
     dropped = part("groups").get("dropped") or {}
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items()))
     lines.append(
         f"groups: {groups.get('dispatched', 0)} dispatched, {groups.get('committed', 0)} committed, "
-        f"{groups.get('returned', 0)} returned, {sum(dropped.values())} dropped; "
+        f"{groups.get('returned', 0)} returned, {sum(dropped.values())} dropped{f' ({reasons})' if reasons else ''}; "
         f"cells: {cells.get('started', 0)} started, {cells.get('healed', 0)} healed; "
         f"seconds: ready {shown(seconds.get('ready'))}, first step {shown(seconds.get('first_step'))}, "
         f"total {shown(seconds.get('total'))}"

@@ -35,8 +35,12 @@ pytestmark = pytest.mark.process
 ANY = HostAndPort("127.0.0.1", 0)
 
 
+begun = []
+
+
 async def generate(sample, context):
     """As many tokens as the prompt says; below 0 it waits to be cancelled, and takes no notice."""
+    begun.append(sample.group)
     count = int(sample.prompt)
     if count < 0:
         with contextlib.suppress(asyncio.CancelledError):
@@ -63,7 +67,7 @@ class Book:
 class Bench:
     """The worker under test, and an executor's end that keeps what it is told."""
 
-    def __init__(self, run_dir, listen):
+    def __init__(self, run_dir, listen, rollout):
         create_secrets(run_dir, 1)
         self.messages = asyncio.Queue()
         self.server = WorkServer(ANY, run_dir, 1, lambda *heard: self.messages.put_nowait(heard))
@@ -80,7 +84,9 @@ class Bench:
             master={},
             cell_size=1,
         )
-        config = msgspec.convert({"reward": {"function": "exact_match"}, "rollout": {"concurrency": 8}}, Config)
+        config = msgspec.convert(
+            {"reward": {"function": "exact_match"}, "rollout": {"concurrency": 8, **rollout}}, Config
+        )
         self.worker = RolloutWorker(config, env, Book(self.server.address))
         self.peer = b""
 
@@ -104,10 +110,11 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(worker_module, "generate_function", lambda path: generate)
+    begun.clear()
 
-    def go(body, listen):
+    def go(body, listen, **rollout):
         async def main():
-            made = Bench(tmp_path, listen)
+            made = Bench(tmp_path, listen, rollout)
             running = asyncio.ensure_future(made.worker.run())
             try:
                 hello, _ = await made.next(WorkHello)
@@ -202,3 +209,18 @@ def test_what_was_not_acknowledged_is_sent_again_on_a_new_connection(bench):
         assert sorted(one.group for done in again for one in done.groups) == ["large", "marker", "small"]
 
     bench(body, {"bulk": ANY})
+
+
+def test_received_groups_are_kept_up_to_keep_bytes_and_the_oldest_are_made_anew_when_asked_for(bench):
+    async def body(made):
+        for name in ("g1", "g2"):  # about 2000 bytes each
+            made.run((name, 100))
+            await made.next(GroupsDone)
+        made.send(GroupsReceived(incarnation=1, groups=["g1", "g2"]))
+        for name in ("g2", "g1"):
+            made.run((name, 100))
+            done, _ = await made.next(GroupsDone)
+            assert [one.group for one in done.groups] == [name]
+        assert begun == ["g1", "g1", "g2", "g2", "g1", "g1"]
+
+    bench(body, {}, keep_bytes=3000)
