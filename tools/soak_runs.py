@@ -147,9 +147,9 @@ def one_run(directory, faults, draw, spread):
         steps = summary["steps"]
         outcome.text = f"{steps} steps, {commits(run)} commits, healed {summary['cells']['healed']}, {groups}"
         return outcome, run.ledger()
-    except AssertionError as error:
+    except Exception as error:  # whatever a run that is hurt makes of the tools that look at it
         outcome.failed.append(doing)
-        outcome.text = f"{' '.join(doing)}: {str(error)[:600]}"
+        outcome.text = f"{' '.join(doing)}: {type(error).__name__}: {str(error)[:600]}"
         return outcome, None
     finally:
         run.close()

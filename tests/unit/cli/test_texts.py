@@ -59,7 +59,8 @@ def test_closing_lines_name_only_what_exists(tmp_path):
     )
     text = "\n".join(lines)
     assert "finished after 10 steps, reward 0.1235 -> 1 (best 1)" in text
-    assert "held-out accuracy 0.1 -> 0.9" in text and "9 dispatched, 8 committed, 0 returned, 1 dropped (reason 1)" in text
+    assert "held-out accuracy 0.1 -> 0.9" in text
+    assert "9 dispatched, 8 committed, 0 returned, 1 dropped (reason 1)" in text
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "10.g1-2"
     assert [line.split()[0] for line in lines[-2:]] == ["checkpoint", "metrics"]
 
