@@ -193,3 +193,14 @@ def test_every_setting_has_a_description_and_its_default_is_accepted():
     for dotted, node in tree.leaves():
         assert node.description.endswith((".", "...")), dotted
     assert loading.tomllib.loads(to_toml(Config()))
+
+
+def test_models_have_names_once_and_their_paths_are_seen_from_the_file(tmp_path):
+    twice = write(tmp_path / "twice.toml", "[models.judge]\nengines = 1\n[models.judge]\nengines = 2\n")
+    assert "judge" in (text := refusal([twice])) and "not valid TOML" in text and "line 3" in text
+    file = write(
+        tmp_path / "run.toml",
+        '[models.judge]\npath = "j"\n[models.judge.external.a]\nurl = "http://h:1"\nkey_file = "k"\n',
+    )
+    judge = load([file]).models["judge"]
+    assert (judge.path, judge.external["a"].key_file) == (str(tmp_path / "j"), str(tmp_path / "k"))
