@@ -318,7 +318,9 @@ class WorkerTable:
         row.state = "stopping"
         if row.farewell is not None and grace != 0.0:
             return
-        if ready and row.calls and cause == "stopped" and grace != 0.0:
+        # Where the grace is cut, there is no time for that either.
+        unhurried = grace is None or grace >= self._supervisor.workers[row.worker].stop_grace
+        if ready and row.calls and cause == "stopped" and unhurried:
             target = HostAndPort(self._ports.address, row.ports[row.probe.port])
             row.stop = (cause, text, grace)
             row.farewell = Farewell(target, row.calls, row.environ, self._clock() + FAREWELL_S)

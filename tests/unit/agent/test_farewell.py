@@ -133,6 +133,15 @@ def test_a_fenced_worker_one_that_failed_or_is_not_ready_is_told_nothing(node, m
     engine.close()
 
 
+def test_a_stop_whose_grace_is_cut_tells_nothing(node, monkeypatch):
+    engine = Engine()
+    told(monkeypatch, engine)
+    node.table.on_finding(Finding(W, g(1), "ready"))
+    node.table.stop_all("the job ends", 2.0)
+    assert node.supervisor.stopped == [(W, "stopped", "the job ends", 2.0)] and engine.heard == []
+    engine.close()
+
+
 def test_a_stop_that_may_not_wait_ends_a_farewell(node, monkeypatch):
     engine = Engine(silent=True)
     told(monkeypatch, engine)
