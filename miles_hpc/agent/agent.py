@@ -15,9 +15,9 @@ from pathlib import Path
 
 import zmq
 
-import miles_hpc
-from miles_hpc.agent import inventory, procfs
+from miles_hpc.agent import inventory, procfs, signals
 from miles_hpc.agent.gpus import VISIBLE, NodeGpus
+from miles_hpc.agent.hello import hello
 from miles_hpc.agent.hub_keeper import HubKeeper
 from miles_hpc.agent.link import AgentLink
 from miles_hpc.agent.log import JsonLog
@@ -62,8 +62,6 @@ OWN_LAG = 1.0
 """An agent whose turn took longer than this was stopped, or starved, itself."""
 HELLO_AGAIN = 0.5
 """Seconds until an agent whose node is taken by a dead incarnation says hello once more."""
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Agent:
@@ -130,7 +128,7 @@ class Agent:
     def run(self) -> int:
         """The agent's life."""
         procfs.become_subreaper()
-        signals = self._catch_signals()
+        pipe = signals.catch()
         self.log.write(
             "started",
             pid=os.getpid(),
@@ -151,8 +149,8 @@ class Agent:
         if self.options.hub:
             self.keeper.start()
         while not self._finished():
-            ready = self._poll(signals)
-            self._on_signals(signals)
+            ready = self._poll(pipe)
+            self._on_signals(pipe)
             if self.options.lifeline in ready:
                 self._leave("the warden of this agent is gone", 1)
             for ended in self.supervisor.reap():
@@ -170,10 +168,10 @@ class Agent:
             self._on_time()
         return self._end()
 
-    def _poll(self, signals: int) -> set[int]:
+    def _poll(self, pipe: int) -> set[int]:
         """Wait for whatever comes first. Returns the plain descriptors that are ready."""
         poller = zmq.Poller()
-        poller.register(signals, zmq.POLLIN)
+        poller.register(pipe, zmq.POLLIN)
         if self.options.lifeline >= 0 and not self._leaving:
             poller.register(self.options.lifeline, zmq.POLLIN)
         for source in (self._seeker.fileno, *self.keeper.pollable(), *self.table.pollable()):
@@ -218,28 +216,17 @@ class Agent:
     def _finished(self) -> bool:
         return self._leaving is not None and not self.supervisor.workers
 
-    def _catch_signals(self) -> int:
-        """Turn signals into bytes of a pipe. Returns its read end."""
-        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for signum in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, *_STOP_SIGNALS):
-            signal.signal(signum, lambda signum, frame: None)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        return read_end
-
-    def _on_signals(self, signals: int) -> None:
-        try:
-            received = os.read(signals, 4096)
-        except BlockingIOError:
-            return
-        for signum in dict.fromkeys(received):
-            if signum in _STOP_SIGNALS or signum == signal.SIGUSR2:
+    def _on_signals(self, pipe: int) -> None:
+        for signum in signals.received(pipe):
+            stops = signum in signals.STOP_SIGNALS
+            if stops or signum == signal.SIGUSR2:
                 self._last_foreign_signal = self._clock()
-                self.log.write("signal", name=signal.Signals(signum).name)
+                self.log.write("signal", name=signum.name)
             drains = self.options.slurm and not self.options.guest
             if drains and signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-                self._ask_to_drain(f"{self.options.node} got {signal.Signals(signum).name}", signum != signal.SIGUSR2)
-            elif signum in _STOP_SIGNALS or (self.options.guest and signum == signal.SIGUSR2):
-                self._leave(f"the agent got {signal.Signals(signum).name}", 1, by_signal=True)
+                self._ask_to_drain(f"{self.options.node} got {signum.name}", signum != signal.SIGUSR2)
+            elif stops or (self.options.guest and signum == signal.SIGUSR2):
+                self._leave(f"the agent got {signum.name}", 1, by_signal=True)
 
     def _by_slurm(self) -> bool:
         """Whether a process that ends now may do so by a signal that this agent got, too."""
@@ -411,23 +398,7 @@ class Agent:
             self.log.write("unexpected", "warning", message=type(message).__name__)
 
     def _hello(self) -> AgentHello:
-        return AgentHello(
-            incarnation=self.options.incarnation,
-            node_index=self.options.node_index,
-            node_key=f"{os.environ.get('SLURM_JOB_ID', 'local')}/{self.options.node_index}/{procfs.boot_id()}",
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            address=self.options.address,
-            package_version=miles_hpc.__version__,
-            digest=self.options.digest,
-            cpus=self._inventory.cpus,
-            memory_bytes=self._inventory.memory_bytes,
-            gpus=self._inventory.gpus,
-            table=self.table.rows(),
-            wall_s=time.time(),
-            differs=self._differs,
-            peer_port=self.keeper.peers.port,
-        )
+        return hello(self.options, self._inventory, self._differs, self.table.rows(), self.keeper.peers.port)
 
     def _send(self, message: Message) -> None:
         if self.link is not None:

@@ -41,6 +41,25 @@ def test_a_hub_that_hears_less_than_half_declares_nobody_dead_and_places_nothing
     assert not f.orders(ReservePorts) and not f.verdicts
 
 
+def test_a_hub_of_one_node_that_does_not_hear_it_does_not_act(fleet, pool):
+    f = fleet(pool("engine"))
+    f.lease = False
+    silent(f, 0)
+    f.pass_time(60)
+    assert f.core.nodes["node-00000"].condition == "suspect" and not f.core.standing.acts
+
+
+def test_when_all_nodes_have_left_there_is_nobody_to_hear(fleet, pool):
+    f = fleet(pool("engine"), nodes=3)
+    silent(f, 0, 1, 2)
+    f.pass_time(5)
+    assert not f.core.standing.acts
+    for node in f.core.nodes.values():
+        node.down = True
+    f.apply(Tick())
+    assert f.core.standing.acts, "those that are known to be down cannot act either"
+
+
 def test_it_lets_its_lease_go_after_a_while_and_takes_it_up_when_the_others_are_heard_again(fleet, pool):
     f = fleet(pool("engine"), nodes=3)
     silent(f, 1, 2)
