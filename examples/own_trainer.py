@@ -1,4 +1,4 @@
-"""Your own trainer in plain torch on a run of mode "external": `python own_trainer.py RUN_DIR`, or under torchrun."""
+"""Your own trainer in plain torch on a run of mode "external": `python own_trainer.py [RUN_DIR]`, or torchrun."""
 
 import os
 import sys
@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import miles_hpc
 
-run_dir, rank, world = Path(sys.argv[1]), int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+run_dir = Path(sys.argv[1] if sys.argv[1:] else os.environ["RUN_DIR"])
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 if world > 1:
     dist.init_process_group("gloo")
 
