@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from miles_hpc.agent.log import JsonLog
 from miles_hpc.hub import verdict as verdict_module
 from miles_hpc.hub.actions import WriteVerdict
 from miles_hpc.hub.eventlog import EventLog
@@ -186,3 +187,17 @@ def test_who_waits_for_a_journal_that_cannot_be_written_hears_why(tmp_path):
     writer.close()
     ((ticket, why),) = kept
     assert ticket == 3 and "journal" in why and writer.status_failures == 1
+
+
+def test_agents_and_hubs_write_lines_of_one_schema(tmp_path):
+    hub, agent = EventLog(tmp_path / "hub.jsonl", io.StringIO()), JsonLog(tmp_path / "agent.jsonl", "node-00000")
+    for log in (hub, agent):
+        log.write("worker_exited", "info", worker="w", generation="1-2", pid=7)
+        log.close()
+    (of_hub,), (of_agent,) = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("hub.jsonl", "agent.jsonl")
+    )
+    assert list(of_hub) == list(of_agent) == ["time", "level", "source", "event", "worker", "generation", "pid"]
+    assert {key: type(value) for key, value in of_hub.items()} == {key: type(value) for key, value in of_agent.items()}
+    assert (of_hub["source"], of_agent["source"]) == ("hub", "node-00000")
