@@ -182,8 +182,8 @@ class AsyncProducer(_Shared):
     """Generates ahead of the trainer: with `v` rollouts trained, `(max_staleness + v + 1) x batch_size` groups may have
     been begun and not dropped, as https://arxiv.org/abs/2505.24298 bounds it. Workers' credits bound what runs at once.
 
-    A finished group waits in arrival order. When it is taken, its oldest token may be at most `max_staleness` versions
-    behind; otherwise it is dropped and counted, or generated anew; either way another one is begun in its place.
+    Of the finished groups the oldest are taken first. When one is taken, its oldest token may be at most `max_staleness`
+    versions behind; otherwise it is dropped and counted, or generated anew; either way another one is begun in its place.
     """
 
     def __init__(
@@ -231,7 +231,9 @@ class AsyncProducer(_Shared):
             # A call that is given up is made again, for the same rollout.
             self._calls -= 1
             raise
-        taken = dict(list(self._collector.results.items())[:size])
+        # The oldest go first: what waits another step may be too old then. Equally old ones go in arrival order.
+        oldest_first = sorted(self._collector.results.items(), key=lambda item: -self._staleness(item[1]))
+        taken = dict(oldest_first[:size])
         for name in taken:
             del self._collector.results[name]
         names = sorted(taken)

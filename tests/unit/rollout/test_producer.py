@@ -112,6 +112,25 @@ def test_groups_that_come_too_late_are_counted_and_others_take_their_place(polic
     scenario(body)
 
 
+def test_a_group_that_comes_late_and_not_too_late_is_taken_before_fresher_ones():
+    producer, workers = make("drop")
+
+    async def body():
+        workers.late = lambda name: name in LATE
+        for rollout in (1, 2):
+            workers.version = rollout
+            produced = await producer.produce(rollout, rollout)
+            assert not {*LATE} & {spec.id for spec in produced.specs}
+        # Six others wait already when the two come; they were begun at version 1, and are too old at version 3.
+        for name in LATE:
+            workers.finish(name)
+        taken = {spec.id for spec in (await producer.produce(3, 2)).specs}
+        assert {*LATE} <= taken and workers.dropped == []
+        await producer.reset()
+
+    scenario(body)
+
+
 @pytest.mark.parametrize("policy", ["drop", "retry"])
 def test_a_run_whose_groups_are_all_too_old_ends_with_the_reason_instead_of_spinning(policy):
     producer, workers = make(policy, max_filtered_batches=3)
