@@ -6,7 +6,7 @@ one sequence, and its events come by time, not by token; seeds count (SGLang ign
 of a seeded request get n of them; a stop token in the last allowed place is reported as `stop` (SGLang: `length`); an
 in-place pause with `flush_cache` refuses an update before it changes anything (SGLang swaps the weights, then answers
 400); no key and value is ever used after the request that it was computed for, so nothing old is met in place;
-`served_model_name` outlives an update (SGLang: the new path).
+`served_model_name` outlives an update (SGLang: the new path); weights of another shape are refused (SGLang ends).
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from typing import Protocol
 
 import aiohttp
 
-from miles_hpc.inference.engine_api import EngineApi, EngineError, PauseMode
+from miles_hpc.inference.engine_api import EngineApi, EngineError, EngineRefused, PauseMode
+from miles_hpc.inference.fit import refuse_misfit
 from miles_hpc.inference.weights import UpdateResult, WeightsNotTaken, borrowed, verify_label
 from miles_hpc.inference.windows import EngineInfo
 from miles_hpc.wire.address import HostAndPort
@@ -82,6 +83,10 @@ async def update_from_sender(
     async with borrowed(http) as client:
         apis = {engine.cell: EngineApi(engine.url, client) for engine in engines}
         failed: dict[str, str] = {}
+        given = {tensor.name: tensor.shape for bucket in sender.buckets for tensor in bucket}
+        misfits = await _each(engines, lambda engine: refuse_misfit(apis[engine.cell], given, f"weights {version}"))
+        if refused := [error for error in misfits.values() if isinstance(error, EngineRefused)]:
+            raise WeightsNotTaken(f"weights {version} were sent to no engine: {refused[0]}") from refused[0]
         paused = await _each(engines, lambda engine: apis[engine.cell].pause(pause_mode))
         failed.update({cell: str(error) for cell, error in paused.items()})
         engines = [engine for engine in engines if engine.cell not in failed]

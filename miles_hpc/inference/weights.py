@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -19,6 +20,7 @@ from miles_hpc.inference.engine_api import (
     EngineUnreachable,
     PauseMode,
 )
+from miles_hpc.inference.fit import refuse_misfit, shapes_of
 from miles_hpc.inference.http_session import HttpKeys, open_http
 from miles_hpc.inference.windows import EngineInfo
 
@@ -60,11 +62,14 @@ async def update_from_disk(
     Raises:
         WeightsNotTaken: when no engine took the weights and at least one answered that it will not.
     """
+    given = await asyncio.to_thread(shapes_of, Path(path))
+
+    async def update(engine: EngineApi) -> bool:
+        await refuse_misfit(engine, given, f"weights {version} from {path}")
+        return await _update_one(engine, path, version, pause_mode, timeout_s)
+
     async with borrowed(http, key) as client:
-        outcomes = await asyncio.gather(
-            *(_update_one(EngineApi(e.url, client), path, version, pause_mode, timeout_s) for e in engines),
-            return_exceptions=True,
-        )
+        outcomes = await asyncio.gather(*(update(EngineApi(e.url, client)) for e in engines), return_exceptions=True)
     updated, failed, unflushed = [], {}, []
     for engine, outcome in zip(engines, outcomes, strict=True):
         if isinstance(outcome, BaseException):
@@ -85,6 +90,7 @@ async def update_from_disk(
 
 async def load_from_disk(engine: EngineApi, path: str, version: int, *, timeout_s: float = 600.0) -> None:
     """Load weights into an engine that gets no traffic, and verify its label; raises EngineError."""
+    await refuse_misfit(engine, await asyncio.to_thread(shapes_of, Path(path)), f"weights {version} from {path}")
     await asyncio.wait_for(_load(engine, path, version, timeout_s, flush=True), timeout_s)
     await verify_label(engine, version)
 

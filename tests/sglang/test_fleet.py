@@ -130,6 +130,24 @@ def test_versions_from_disk_are_seen_in_the_tokens_and_the_key_nowhere(pair):
     scenario(pair, body)
 
 
+@pytest.mark.parametrize("fault", ["shape", "name"])
+def test_weights_that_do_not_fit_never_reach_an_engine_and_the_old_ones_keep_serving(pair, fault, tmp_path):
+    async def body(session):
+        version = await session.publish()
+        bad = sys.modules["sglang_contract"].misfit(session.weights(version), tmp_path / "misfit", fault)
+        window = await session.controller.start_update_weights(60)
+        with pytest.raises(WeightsNotTaken, match=r"do not fit the model: model\.layers\.0\.mlp\.down_proj\.weight"):
+            await update_from_disk(window.engines, str(bad), version + 1, http=session.http)
+        await session.controller.abort_update_weights(window.window_id, "misfit")
+        await session.controller.wait_serving(2, 60)
+        answers = await session.begin(4)
+        assert whole(answers) and {v for one in answers for v, _, _ in one.weight_versions} == {version}
+        for engine in pair.engines:
+            assert engine.process.poll() is None
+
+    scenario(pair, body)
+
+
 def test_an_update_with_requests_in_flight_shows_both_versions(pair):
     async def body(session):
         old = await session.publish()

@@ -97,3 +97,19 @@ def test_an_update_keeps_the_served_name(engine):
         assert (await talk.get("/model_info"))["served_model_name"] == before
 
     engine.run(body)
+
+
+@pytest.mark.parametrize("fault", ["shape", "name"])
+def test_weights_that_do_not_fit_are_a_400_with_the_engines_own_words_and_the_old_ones_keep_serving(
+    engine, fault, tmp_path
+):
+    path = cases.misfit(engine.models[1], tmp_path / "misfit", fault)
+
+    async def body(talk):
+        bad = {"model_path": str(path), "weight_version": "v9"}
+        answer = await talk.post("/update_weights_from_disk", bad, status=400)
+        assert answer["success"] is False and len(answer["message"]) > 20
+        assert await talk.version() == "v0"
+        assert (await talk.generate(cases.PROMPT, 24))["output_ids"] == engine.expected[0]
+
+    engine.run(body)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shutil
 import socket
 import threading
 import time
@@ -423,6 +424,19 @@ def test_a_path_without_weights_is_a_400_and_the_old_ones_keep_serving(engine):
         assert (await talk.generate(PROMPT, 24))["output_ids"] == engine.expected[0]
 
     engine.run(body)
+
+
+def misfit(model: Path, path: Path, fault: str) -> Path:
+    """A copy of a model with one tensor of half the size, or under a name that nobody knows."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, path)
+    tensors = load_file(str(path / "model.safetensors"))
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensor = tensors.pop(name)
+    tensors[name if fault == "shape" else f"{name}.nobody"] = tensor[: len(tensor) // 2].clone()
+    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
+    return path
 
 
 def test_retract_update_continue_shows_both_versions_and_a_new_request_only_the_new(engine):
