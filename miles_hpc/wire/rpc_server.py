@@ -71,10 +71,10 @@ class RpcListener:
             self.close()
             raise
 
-    def pump(self) -> tuple[list[Request], bool]:
-        """Calls that must be run now, and whether more messages may wait."""
+    def pump(self, limit: int = _TURN) -> tuple[list[Request], bool]:
+        """Calls that must be run now, of `limit` messages at most, and whether more messages may wait."""
         requests: list[Request] = []
-        for _ in range(_TURN):
+        for _ in range(limit):
             try:
                 route, *frames = receive_frames(self.socket)
             except zmq.Again:
@@ -312,7 +312,11 @@ class RpcThreadServer:
     def _next(self) -> Request | None:
         """A call to run. None: there is none, and from now on the caller waits at the socket."""
         if not self._requests:
-            self._requests.extend(self._listener.pump()[0])
+            more = True
+            while more and not self._requests:
+                # Not more than is run at once: to find that there is nothing costs as much as a message.
+                requests, more = self._listener.pump(1)
+                self._requests.extend(requests)
             if not self._requests:
                 self._away_since = None
                 return None
