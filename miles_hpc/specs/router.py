@@ -14,7 +14,7 @@ from miles_hpc.specs.runtime import foreign_env, python_of
 from miles_hpc.wire.messages import PortInfo
 from miles_hpc.wire.security import http_key_path
 
-_KEYED = str(Path(__file__).parents[1] / "inference" / "keyed_router.py")
+_PROGRAM = str(Path(__file__).parents[1] / "inference" / "start_router.py")
 _KEY_FILE = "MILES_HPC_ROUTER_KEY"
 
 
@@ -40,7 +40,7 @@ def _router_spec(config: Config, model: ServedModel) -> CommandWorkerSpec:
         http, prometheus = ctx.self_addrs["http"], ctx.self_addrs["prometheus"]
         return [
             python_of(config, "router"),
-            *([_KEYED] if asks_for_key(config) else ["-m", "sglang_router.launch_router"]),
+            _PROGRAM,
             *("--host", router_host(http.host)),
             *("--port", str(http.port)),
             *("--policy", model.router_policy),

@@ -107,7 +107,7 @@ def test_the_router_reads_its_command_as_meant(runtimes, tmp_path, real_config):
     ctx = context(str(tmp_path), http=1234, prometheus=5678)
     spec = router_specs(real_config())[0]
     argv = spec.launch_command(ctx)
-    assert argv[0] == str(runtimes / "router" / "bin" / "python") and argv[1].endswith("keyed_router.py")
+    assert argv[0] == str(runtimes / "router" / "bin" / "python") and argv[1].endswith("start_router.py")
     (found,) = read_back(argv[0], _READ_ROUTER, [argv[2:]])
     assert (found["host"], found["port"], found["health_check_endpoint"]) == ("127.0.0.2", 1234, "/health")
     assert load_http_key(tmp_path, 0) not in " ".join(argv)

@@ -220,7 +220,7 @@ def test_no_file_and_an_unknown_recipe_are_refused(workplace):
 def test_dry_run_prints_config_placement_and_commands_and_starts_nothing(workplace):
     done = workplace.run("--dry-run")
     assert done.returncode == 0 and done.stderr == ""
-    for part in ("[rollout]", "# placement", "node-00001  127.0.0.3", "sglang_router.launch_router", "run_driver"):
+    for part in ("[rollout]", "# placement", "node-00001  127.0.0.3", "start_router.py", "run_driver"):
         assert part in done.stdout
     assert not workplace.run_dir.exists() and not (workplace.path / "state").exists()
     assert processes_in(workplace.path) == []

@@ -101,8 +101,8 @@ def test_the_routers_own_parser_reads_its_command_as_meant(host, policy):
     parse = pytest.importorskip("sglang_router.launch_router").parse_router_args
     spec = specs_of(f"inference.router_policy={policy}")["router"]
     argv = spec.launch_command(context(host, http=1234, prometheus=5678))
-    assert argv[:3] == [sys.executable, "-m", "sglang_router.launch_router"]
-    args = parse(argv[3:])
+    assert argv[0] == sys.executable and argv[1].endswith("inference/start_router.py")
+    args = parse(argv[2:])
     assert args.host == (f"[{host}]" if ":" in host else host)
     assert (args.port, args.policy, args.worker_urls) == (1234, policy, [])
     assert (args.prometheus_host, args.prometheus_port) == (host, 5678)
@@ -175,11 +175,11 @@ def test_keys_lie_in_a_file_and_never_in_argv_or_environment():
     assert argv[argv.index("--config") + 1] == "/run/secrets/attempt-0/sglang.yaml"
     router = specs["router"]
     argv = router.launch_command(context(http=1, prometheus=2))
-    assert argv[1].endswith("inference/keyed_router.py") and "--api-key" not in " ".join(argv)
+    assert argv[1].endswith("inference/start_router.py") and "--api-key" not in " ".join(argv)
     assert router.env(context(http=1, prometheus=2))["MILES_HPC_ROUTER_KEY"] == "/run/secrets/attempt-0/http.key"
     open_specs = specs_of("inference.engine=sglang", "inference.keyed=false")
     assert "--config" not in open_specs["engine"].launch_command(context(http=1, nccl=2))
-    assert open_specs["router"].launch_command(context(http=1, prometheus=2))[1] == "-m"
+    assert "MILES_HPC_ROUTER_KEY" not in open_specs["router"].env(context(http=1, prometheus=2))
 
 
 def test_weights_swapped_in_place_turn_the_prefix_cache_off():
