@@ -182,8 +182,8 @@ class AsyncProducer(_Shared):
     """Generates ahead of the trainer: with `v` rollouts trained, `(max_staleness + v + 1) x batch_size` groups may have
     been begun and not dropped, as https://arxiv.org/abs/2505.24298 bounds it. Workers' credits bound what runs at once.
 
-    Of the finished groups the oldest are taken first. When one is taken, its oldest token may be at most `max_staleness`
-    versions behind; otherwise it is dropped and counted, or generated anew; either way another one is begun in its place.
+    Of the finished groups the oldest are taken first. One whose oldest token is more than `max_staleness` versions
+    behind is dropped and counted, or generated anew; either way another one is begun in its place.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ def test_groups_that_come_too_late_are_counted_and_others_take_their_place(polic
 
 
 def test_a_group_that_comes_late_and_not_too_late_is_taken_before_fresher_ones():
-    producer, workers = make("drop")
+    producer, workers = make("drop", max_staleness=2)
 
     async def body():
         workers.late = lambda name: name in LATE
@@ -121,7 +121,7 @@ def test_a_group_that_comes_late_and_not_too_late_is_taken_before_fresher_ones()
             workers.version = rollout
             produced = await producer.produce(rollout, rollout)
             assert not {*LATE} & {spec.id for spec in produced.specs}
-        # Six others wait already when the two come; they were begun at version 1, and are too old at version 3.
+        # Six others wait already when the two come, four of them of a newer version.
         for name in LATE:
             workers.finish(name)
         taken = {spec.id for spec in (await producer.produce(3, 2)).specs}
