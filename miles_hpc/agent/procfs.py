@@ -130,15 +130,15 @@ def mark_of(pid: int) -> tuple[str, str]:
     return os.fsdecode(mark), os.fsdecode(run_dir)
 
 
-def marked(table: Table, prefix: str, run_dir: str, *, skip: Iterable[int] = ()) -> list[Process]:
-    """Processes whose marker begins with `prefix` and that belong to `run_dir`.
+def marked(table: Table, prefix: str, run_dir: str, *, skip: Iterable[int] = (), since: int = 0) -> list[Process]:
+    """Processes whose marker begins with `prefix` and that belong to `run_dir`, started at `since` or later.
 
     Two run directories may have one name and so one run id; the directory tells them apart.
     """
     left_out = set(skip)
     found = []
     for process in table.values():
-        if process.pid in left_out:
+        if process.pid in left_out or process.start < since:
             continue
         mark, directory = mark_of(process.pid)
         if mark.startswith(prefix) and directory == run_dir:

@@ -309,7 +309,7 @@ class Supervisor:
     def _is_gone(self, worker: Worker, living: list[procfs.Process], now: float) -> bool:
         if not living and worker.status is not None:
             # A marker also finds what no line of descent leads to.
-            living = procfs.marked(self._table, worker.mark, self.run_dir)
+            living = procfs.marked(self._table, worker.mark, self.run_dir, since=worker.start)
         if living or worker.status is None:
             worker.empty_passes = 0
             if now >= worker.kill_at:

@@ -89,3 +89,9 @@ def test_the_mark_is_found_in_an_environment(monkeypatch):
 def test_a_worker_inherits_nothing_of_an_outer_run():
     base = {"PATH": "/bin", "MILES_HPC_MARK": "outer", "MILES_HPC_WORKER": "x"}
     assert procfs.worker_environ(base) == {"PATH": "/bin"}
+
+
+def test_a_process_that_is_older_than_the_worker_is_none_of_its(monkeypatch):
+    monkeypatch.setattr(procfs, "mark_of", lambda pid: ("run/0/n/w", "/run"))
+    table = {pid: procfs.Process(pid, 1, pid, pid, start) for pid, start in ((5, 99), (6, 100), (7, 101))}
+    assert [process.pid for process in procfs.marked(table, "run/0", "/run", since=100)] == [6, 7]
