@@ -105,7 +105,7 @@ def _is_worker(pid: int) -> bool:
 
 def test_slurmd_started_again_and_slurmctld_away_for_a_minute_do_not_stop_the_run(bed: Bed, undisturbed):
     # At a pace at which the run is not over before.
-    job = bed.submit(*SMOKE, "--set", "inference.fake_token_ms=50")
+    job = bed.submit(*SMOKE, "--set", "inference.fake_token_ms=80")
     job.wait_steps(2)
     bed.tool("kill-slurmd", "node2")
     job.wait_steps(job.steps() + 3)
