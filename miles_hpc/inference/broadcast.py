@@ -83,7 +83,7 @@ async def update_from_sender(
     async with borrowed(http) as client:
         apis = {engine.cell: EngineApi(engine.url, client) for engine in engines}
         failed: dict[str, str] = {}
-        given = {tensor.name: tensor.shape for bucket in sender.buckets for tensor in bucket}
+        given = {tensor.name: tuple(tensor.shape) for bucket in sender.buckets for tensor in bucket}
         misfits = await _each(engines, lambda engine: refuse_misfit(apis[engine.cell], given, f"weights {version}"))
         if refused := [error for error in misfits.values() if isinstance(error, EngineRefused)]:
             raise WeightsNotTaken(f"weights {version} were sent to no engine: {refused[0]}") from refused[0]
