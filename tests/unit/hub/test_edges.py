@@ -13,6 +13,7 @@ from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     Draining,
     Goodbye,
+    Heartbeat,
     Refused,
     ReservePorts,
     StartWorker,
@@ -241,3 +242,30 @@ def test_an_order_is_taken_for_lost_only_when_it_is_older_than_a_suspicion(fleet
     f.now += 0.01
     f.table(0)
     assert [order.worker for order in f.orders(ReservePorts)] == ["engine-00000-00000"]
+
+
+def test_a_group_waits_for_its_next_try_as_a_whole(fleet, pool):
+    unit = {"group": "training", "state": "stateful"}
+    heal = HealConfig(budget=5, backoff_s=8.0, max_backoff_s=60.0)
+    f = fleet(pool("driver", **unit), pool("trainer", **unit), heal=heal)
+    f.die("trainer-00000-00000")
+    f.pass_time(1)
+    assert set(f.phases().values()) == {"ready"}, "the first death is healed at once"
+    f.die("trainer-00000-00000")
+    f.pass_time(7)
+    assert set(f.phases().values()) == {"waiting"}, "the part that ends because another did, too"
+    f.pass_time(2)
+    assert set(f.phases().values()) == {"ready"}
+    assert len(f.core.group_deaths["training"]) == 2
+
+
+def test_a_death_counts_against_its_node_until_it_is_older_than_the_window(fleet, pool):
+    f = fleet(pool("engine"), nodes=2, heal=HealConfig(window_s=100.0, quarantine=2))
+    f.die("engine-00000-00000", settle=False)
+    died, deaths = f.now, f.core.nodes["node-00000"].deaths
+    for later, left in ((100.0, 1), (100.5, 0)):
+        f.now = died + later
+        for agent in f.agents:
+            f.receive(agent.peer, Heartbeat(seq=1))
+        f.apply(Tick())
+        assert len(deaths) == left
