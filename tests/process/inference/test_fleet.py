@@ -1,6 +1,7 @@
 """Controller, real router and engines as processes: what is killed is missed by nobody and comes back with weights."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -42,6 +43,12 @@ async def draw(generate, count, deadline_s=30):
     return await asyncio.gather(*calls)
 
 
+async def timed(generate):
+    began = time.monotonic()
+    await draw(generate, 1)
+    return time.monotonic() - began
+
+
 def test_engines_serve_after_the_first_window_and_each_version_is_seen_in_the_tokens(make_fleet):
     fleet = make_fleet(engines=2)
     fleet.controller()
@@ -58,6 +65,8 @@ def test_engines_serve_after_the_first_window_and_each_version_is_seen_in_the_to
             assert {span for one in drawn for span in one.weight_versions} == {
                 (version, 0, len(one.token_ids)) for one in drawn
             }
+        # An answer of a few tokens takes milliseconds; were its head not acknowledged at once, all would take 40 more.
+        assert min([await timed(generate) for _ in range(20)]) < 0.035
         return drawn
 
     drawn = scenario(fleet, body)

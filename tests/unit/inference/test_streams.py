@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import pytest
 from aiohttp import web
@@ -29,6 +30,7 @@ class Peer:
     def __init__(self, make_answer, scripts):
         self.make_answer, self.scripts = make_answer, list(scripts)
         self.requests = 0
+        self.peers = set()
         self.ready, self.waiting = 200, 0
 
     async def start(self):
@@ -50,6 +52,7 @@ class Peer:
         body = await request.json()
         assert body["stream"] is True
         self.requests += 1
+        self.peers.add(request.transport.get_extra_info("peername"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         for step in self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]:
@@ -62,6 +65,13 @@ class Peer:
                 await response.write(data[:20])
                 await asyncio.sleep(0.02)
                 await response.write(data[20:])
+            elif step == "cut":
+                data = b"data: " + json.dumps(self.make_answer(body["input_ids"])).encode() + b"\n"
+                await response.write(data)
+                await asyncio.sleep(0.02)
+                await response.write(b"\ndata: [DO")
+                await asyncio.sleep(0.02)
+                await response.write(b"NE]\n\n")
             elif step == "error":
                 await response.write(b'data: {"error":{"message":"too long"}}\n\n')
             elif step == "done":
@@ -90,6 +100,53 @@ def test_the_last_event_is_the_answer(make_answer):
         return await client.generate([1, 2, 3], SAMPLING, deadline_s=5)
 
     assert run(make_answer, [["part", "whole", "done"]], scenario).token_ids == [3, 2, 1]
+
+
+def test_pieces_may_end_anywhere(make_answer):
+    async def scenario(peer, http):
+        client = GenerateClient(lambda: peer.url, http, 100)
+        return await client.generate([1, 2, 3], SAMPLING, deadline_s=5)
+
+    assert run(make_answer, [["part", "cut"]], scenario).token_ids == [3, 2, 1]
+
+
+def test_a_connection_is_used_again_after_a_stream(make_answer):
+    async def scenario(peer, http):
+        client = GenerateClient(lambda: peer.url, http, 100)
+        for _ in range(3):
+            await client.generate([1, 2, 3], SAMPLING, deadline_s=5)
+        return sum(len(connections) for connections in http.connector._conns.values()), len(peer.peers)
+
+    assert run(make_answer, [["part", "whole", "done"]], scenario) == (1, 1)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="cancellations are not counted there")
+def test_a_cancellation_from_outside_is_one_even_when_the_request_is_given_up_at_the_same_time(make_answer):
+    async def scenario(peer, http):
+        client = GenerateClient(lambda: peer.url, http, 100)
+        call = asyncio.ensure_future(client.generate([1, 2, 3], SAMPLING, deadline_s=5))
+        while not peer.requests:  # noqa: ASYNC110 - the peer's state
+            await asyncio.sleep(0.01)
+        (waiting,) = client._watch._in_flight
+        waiting.give_up(streams.Silent("by the test"))
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    run(make_answer, [[60]], scenario)
+
+
+def test_a_look_at_the_engines_that_was_never_begun_is_made_again(make_answer):
+    async def scenario(peer, http):
+        watch = GenerateClient(lambda: peer.url, http, 100, engines=lambda: {ENGINE: peer.url}, idle_s=0.0)._watch
+        with watch.over(peer.url, asyncio.get_running_loop().time() + 5):
+            watch._look()
+            assert watch._asking is not None
+        assert watch._asking is None
+        with pytest.raises(streams.Silent), watch.over(peer.url, asyncio.get_running_loop().time() + 5):
+            await asyncio.sleep(3)
+
+    run(make_answer, [[60]], scenario)
 
 
 def test_a_stream_without_done_is_a_loss_and_drawn_again(make_answer):
