@@ -13,6 +13,11 @@ def length(sample: Sample) -> float:
     return float(len(sample.response))
 
 
+def lengths(samples: list[Sample]) -> list:
+    found = {"": float("nan"), "x": "no number"}
+    return [{"reward": found.get(one.response, len(one.response)), "category": f"of {len(samples)}"} for one in samples]
+
+
 def hangs_on_h(sample: Sample) -> float:
     if sample.response == "h":
         time.sleep(60)

@@ -25,9 +25,9 @@ def sample(response="ab", label="ab"):
     return Sample(group="g", index=0, prompt_index=0, epoch=0, prompt="p", seed=1, response=response, label=label)
 
 
-def score(path, *samples, timeout_s=30.0):
+def score(path, *samples, timeout_s=30.0, **options):
     async def run():
-        scorer = Scorer(path, timeout_s=timeout_s)
+        scorer = Scorer(path, timeout_s=timeout_s, **options)
         try:
             return await asyncio.gather(*(scorer.score(item) for item in samples), return_exceptions=True)
         finally:
@@ -38,6 +38,14 @@ def score(path, *samples, timeout_s=30.0):
 
 def test_a_plain_function_runs_in_a_process_of_its_own_and_may_print():
     assert score("reward_functions:length", *[sample("x" * n) for n in range(6)]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_plain_function_may_take_the_samples_of_all_groups_at_once():
+    texts = ["a", "bb", "", "x"]
+    good, second, nan, word = score("reward_functions:lengths", *map(sample, texts), batch_size=4, processes=1)
+    assert (good, second) == (1.0, 2.0) and good.category == "of 4"
+    assert isinstance(nan, RewardError) and "expected a finite number" in str(nan)
+    assert isinstance(word, RewardError) and "'no number'" in str(word)
 
 
 def test_signals_work_in_a_reward():
