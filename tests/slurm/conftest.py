@@ -222,9 +222,16 @@ class Bed:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._jobs: list[Job] = []
+        self._shape: tuple[str, ...] = ()
 
     def tool(self, *arguments: str, timeout_s: float = 120.0) -> str:
         return command(TOOL, *arguments, timeout_s=timeout_s)
+
+    def up(self, *shape: str) -> None:
+        """Have a cluster of this shape; another one is rebuilt."""
+        if shape != self._shape:
+            self.tool("up", *shape, timeout_s=400)
+            self._shape = shape
 
     def submit(
         self,
@@ -282,7 +289,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     bed = Bed(tmp_path_factory.mktemp("slurm"))
     with BED.with_suffix(".lock").open("w") as lock:
         wait_until("other tests have left this machine's bed", lambda: _locked(lock), LOCK_PATIENCE_S, every_s=1)
-        bed.tool("up", *SHAPE, timeout_s=400)
+        bed.up(*SHAPE)
         daemons = bed.tool("status")
         bed.tool("up", *SHAPE)
         assert _pids(bed.tool("status")) == _pids(daemons), "a second `up` starts nothing anew"
@@ -311,6 +318,7 @@ def _pids(status: str) -> list[str]:
 def bed(cluster: Bed, tmp_path: Path) -> Iterator[Bed]:
     """The cluster, with four idle nodes, and nothing in its queue afterwards."""
     cluster.folder = tmp_path
+    cluster.up(*SHAPE)
     for node in NODES:
         cluster.tool("boot", node)
     cluster.wait_nodes()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_hpc import Run, State, submit
-from tests.slurm.conftest import LONG, SHAPE, Bed, Job, command, wait_until
+from tests.slurm.conftest import LONG, Bed, Job, command, wait_until
 
 pytestmark = pytest.mark.slurm
 
@@ -20,10 +20,9 @@ HAS_CGROUPS = FREEZER.is_dir() and os.access(FREEZER, os.W_OK)
 @pytest.fixture(scope="module")
 def bare(cluster: Bed) -> Iterator[Bed]:
     track = ["--conf", "ProctrackType=proctrack/cgroup"] if HAS_CGROUPS else []
-    cluster.tool("up", "--nodes", "2", "--no-accounting", *track)
+    cluster.up("--nodes", "2", "--no-accounting", *track)
     yield cluster
     cluster.clean()
-    cluster.tool("up", *SHAPE)
 
 
 def test_without_accounting_a_run_is_followed_to_its_end_and_one_that_dies_hard_is_not_waited_for(bare: Bed, tmp_path):
