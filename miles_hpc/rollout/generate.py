@@ -16,7 +16,7 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,6 +193,7 @@ class GenerateContext:
     ) -> None:
         self._overrides = overrides
         self._rids: set[str] = set()
+        self._interruption = asyncio.Event()
         self.interrupted = False
         """The group is not needed now: end with what there is."""
         self.config = services.config
@@ -240,7 +241,12 @@ class GenerateContext:
     def interrupt(self) -> list[str]:
         """Say that the group is not needed now. Returns the requests that are to be aborted at the engines."""
         self.interrupted = True
+        self._interruption.set()
         return sorted(self._rids)
+
+    async def until_interrupted(self) -> None:
+        """Returns once the group is not needed now."""
+        await self._interruption.wait()
 
     async def generate(self, input_ids: list[int], sampling: SamplingParams) -> Generation:
         """One generation. After an interruption it has finish reason `abort` and the tokens drawn until then."""
@@ -317,7 +323,7 @@ async def two_turn_session(sample: Sample, context: GenerateContext) -> None:
     backoff_s = _FIRST_BACKOFF_S
     while True:
         try:
-            return await _exchange(sample, context)
+            return await _unless_interrupted(_exchange(sample, context), sample, context)
         except (InvalidRequest, TemplateNotAppendable):
             raise
         except SessionError as error:
@@ -327,6 +333,22 @@ async def two_turn_session(sample: Sample, context: GenerateContext) -> None:
         context.stage("retry")
         await asyncio.sleep(backoff_s)
         backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+
+async def _unless_interrupted(exchange: Coroutine[Any, Any, None], sample: Sample, context: GenerateContext) -> None:
+    """An exchange cannot go on in a later step: once its group is not needed it is given up, and begins anew then."""
+    if not context.config.rollout.partial:
+        return await exchange
+    work, stop = asyncio.ensure_future(exchange), asyncio.ensure_future(context.until_interrupted())
+    try:
+        await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        sample.status = "aborted"
+    finally:
+        work.cancel()
+        stop.cancel()
+        await asyncio.gather(work, stop, return_exceptions=True)
 
 
 async def _exchange(sample: Sample, context: GenerateContext) -> None:

@@ -177,6 +177,25 @@ def test_a_two_turn_exchange_ends_at_the_sample_deadline_and_at_once_when_repeat
     assert sessions.created == 1
 
 
+def test_an_interrupted_exchange_is_given_up_at_once_and_begins_anew_later():
+    class Slow(Sessions):
+        async def chat(self, session, messages, sampling, *, deadline_s):
+            await asyncio.sleep(60)
+
+    async def main():
+        item, ctx = sample(), context(sessions=Slow(), rollout={"partial": True})
+        call = asyncio.ensure_future(two_turn_session(item, ctx))
+        await asyncio.sleep(0)
+        assert not call.done() and ctx.interrupt() == []  # nothing for an engine to abort
+        await asyncio.wait_for(call, 5)
+        assert item.status == "aborted" and not item.token_ids
+        done = sample()
+        await two_turn_session(done, context(sessions=Sessions(), rollout={"partial": True}))
+        assert done.status == "truncated" and done.token_ids == [1, 2, 3]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_every_nth_prompt_is_an_exchange_but_never_in_evaluation():
     sessions = Sessions()
     ctx = context(sessions=sessions, rollout={"session_every": 3})
