@@ -275,7 +275,8 @@ class HubState:
         if core.begun or core.outcome is not None or core.now - core.started_at <= core.timing.join:
             return
         if core.recovery is not None:
-            return  # a later hub does not wait for a start: the run counts from its first hub, and recovery has its end
+            # `started_at` is the first hub's: nodes that a later hub has not heard of yet are not late.
+            return
         wanted = {node_id(index) for index in range(core.info.expected_nodes)}
         missing = sorted(wanted - {node.id for node in core.present_nodes()})
         hosts = dict(zip(sorted(wanted), core.info.hosts, strict=False))
