@@ -36,6 +36,8 @@ def submit_verb(arguments: argparse.Namespace) -> int:
         run, notes = _submit(loaded, run_dir, arguments.resume)
     except ConfigError as error:
         return refuse(str(error))
+    except BrokenPipeError:
+        raise  # of --dry-run's output, which main takes care of
     except OSError as error:
         return refuse(f"{error.filename or 'the run directory'}: {error.strerror}")
     if arguments.json:
