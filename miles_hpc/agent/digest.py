@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from miles_hpc import __version__
 from miles_hpc.config.node import RESOLVED
+from miles_hpc.wire.hashes import sha256
 
 
 def run_digest(run_dir: Path) -> str:
@@ -15,6 +15,6 @@ def run_digest(run_dir: Path) -> str:
     Raises:
         OSError: when the config cannot be read.
     """
-    content = hashlib.sha256((run_dir / RESOLVED).read_bytes())
+    content = sha256((run_dir / RESOLVED).read_bytes())
     content.update(__version__.encode())
     return content.hexdigest()

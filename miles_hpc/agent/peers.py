@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +48,7 @@ class Peers:
         self._run_id, self._header = run_id, codec.header(run_id)
         self._links: dict[str, tuple[Peer, Socket]] = {}
         self.undecoded = 0
-        domain = f"peers-{secrets.token_hex(4)}"
+        domain = f"peers-{os.urandom(4).hex()}"
         authenticator(self._context).allow(domain, {keys.public.encode(): "agent"})
         self._port: Socket = self._context.socket(zmq.ROUTER)
         listen = HostAndPort(address, 0)
@@ -94,7 +94,7 @@ class Peers:
     def ask_all(self, epoch: int) -> None:
         """Ask every agent of the roster whether it hears the hub of this epoch; who cannot be reached is not asked."""
         for node in self._links:
-            self._send(node, PeerAsk(call_id=secrets.token_hex(4), node=self._node, epoch=epoch))
+            self._send(node, PeerAsk(call_id=os.urandom(4).hex(), node=self._node, epoch=epoch))
 
     def tell_all(self, hub: Rendezvous) -> None:
         """Tell every agent that can be reached where the hub is now."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+
+from miles_hpc.wire.hashes import blake2b
 
 
 def place_name(run_dir: str, attempt: int, node: str) -> str:
@@ -11,5 +12,5 @@ def place_name(run_dir: str, attempt: int, node: str) -> str:
 
     Short: a unix socket's path, which programs like to put into their scratch directory, holds 107 bytes.
     """
-    digest = hashlib.blake2b(f"{run_dir}/{attempt}/{node}".encode(), digest_size=5).hexdigest()
+    digest = blake2b(f"{run_dir}/{attempt}/{node}".encode(), digest_size=5).hexdigest()
     return f"mh{os.getuid()}-{digest}"

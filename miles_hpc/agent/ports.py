@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import socket
 import tempfile
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from miles_hpc.agent import procfs
+from miles_hpc.wire.hashes import blake2b
 from miles_hpc.wire.ids import parse_worker_id
 from miles_hpc.wire.messages import PortInfo
 
@@ -43,7 +43,7 @@ def default_range() -> tuple[int, int]:
 
 def start_offset(run_id: str, attempt: int, node: str, span: int) -> int:
     """Where in a range of `span` ports a node of a run begins to search."""
-    digest = hashlib.blake2b(f"{run_id}/{attempt}/{node}".encode(), digest_size=8).digest()
+    digest = blake2b(f"{run_id}/{attempt}/{node}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % span
 
 

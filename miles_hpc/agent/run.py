@@ -6,7 +6,6 @@ import argparse
 import errno
 import os
 import resource
-import secrets
 import sys
 import traceback
 from collections.abc import Sequence
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             local_nodes=given.local_nodes,
             slurm=given.slurm,
             guest=given.guest,
-            incarnation=given.incarnation or secrets.token_hex(6),
+            incarnation=given.incarnation or os.urandom(6).hex(),
             lifeline=given.lifeline,
             timing=config.timing,
             port_range=config.network.port_range,

@@ -7,7 +7,6 @@ nothing for them.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import os
@@ -111,6 +110,8 @@ class HubHttp:
     # ------------------------------------------------------------------------------------------ requests
     def answer(self, target: str, authorization: str) -> tuple[int, str, bytes]:
         """Status code, content type and body of a GET."""
+        import hmac  # here, because it brings OpenSSL
+
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._key.encode()):
             return 401, "text/plain", b"the run's key is needed: Authorization: Bearer <secrets/attempt-<n>/http.key>\n"

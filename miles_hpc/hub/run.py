@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from miles_hpc.hub.verdict import read_outcome
 from miles_hpc.specs.compute import compute_specs
 from miles_hpc.wire import allocator
 from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.hashes import sha256
 from miles_hpc.wire.hub_sockets import HubSockets
 from miles_hpc.wire.ids import node_id
 from miles_hpc.wire.rendezvous import EpochTaken, Rendezvous, RendezvousError, epochs, newest, publish
@@ -93,7 +93,7 @@ def _die_with_parent() -> None:
 
 def run_digest(run_dir: Path) -> str:
     """What hub and agents must have read alike: the resolved config and the package version, as a hash."""
-    content = hashlib.sha256((run_dir / RESOLVED).read_bytes())
+    content = sha256((run_dir / RESOLVED).read_bytes())
     content.update(__version__.encode())
     return content.hexdigest()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +68,7 @@ def replace_json(target: Path, content: dict[str, Any]) -> None:
 
 
 def _draft(target: Path, content: dict[str, Any]) -> Path:
-    draft = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    draft = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
     with draft.open("x") as file:
         json.dump(content, file, indent=2)
         file.write("\n")

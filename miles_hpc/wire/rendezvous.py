@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import threading
 import time
 from pathlib import Path
@@ -105,7 +104,7 @@ def publish(run_dir: Path, rendezvous: Rendezvous) -> Path:
     if taken and taken[-1] >= rendezvous.epoch:
         raise EpochTaken(f"epoch {taken[-1]} of attempt {rendezvous.attempt} is published in {directory}")
     target = directory / f"epoch-{rendezvous.epoch:05d}.json"
-    draft = directory / f".draft-{os.getpid()}-{secrets.token_hex(4)}"
+    draft = directory / f".draft-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         with draft.open("xb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(rendezvous), indent=2) + b"\n")

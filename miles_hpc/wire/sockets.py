@@ -13,7 +13,7 @@ interval, and say hello again after each `up` event, because what was under way 
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -143,7 +143,7 @@ class HubSocket:
         self._header = codec.header(run_id)
         self._receipts: list[tuple[bytes, Message]] = []
         self._logged = -1.0
-        self._domain = domain or f"hub-{secrets.token_hex(4)}"
+        self._domain = domain or f"hub-{os.urandom(4).hex()}"
         self._zap = authenticator(context)
         self._zap.allow(self._domain, roles)
         self.socket: Socket = context.socket(zmq.ROUTER)
@@ -296,7 +296,7 @@ class HubLink:
         prepare(self.socket, endpoint)
         give_up_lost_peers(self.socket)
         prepare_client(self.socket, keys, hub_key)
-        self.socket.set(zmq.ROUTING_ID, b"L" + secrets.token_bytes(15))
+        self.socket.set(zmq.ROUTING_ID, b"L" + os.urandom(15))
         self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         self.socket.sndhwm = self.socket.rcvhwm = QUEUE_LIMIT
         self.monitor: Socket = self.socket.get_monitor_socket(LINK_EVENTS)
