@@ -19,7 +19,7 @@ def unaccounted(place: Path) -> list[tuple[str, dict[str, Any]]]:
     for pattern in ("summary.json", "*/summary.json", "*/*/summary.json"):
         for path in place.glob(pattern):
             groups = json.loads(path.read_text()).get("groups")
-            if groups is None:
+            if not groups or "dispatched" not in groups:
                 continue
             ends = groups["committed"] + groups["returned"] + sum(groups["dropped"].values())
             if groups["dispatched"] != ends:
