@@ -20,12 +20,13 @@ def run(parts, scenario):
 def test_an_addition_is_accepted_before_it_is_listed_and_may_be_repeated(parts):
     async def scenario(p):
         router = await p.router()
-        router.delay_s = 0.1
+        router.delay_s = 1.0
         api = RouterApi(router.url, p.http)
         await api.add("http://127.0.0.1:9")
         await api.add("http://127.0.0.1:9")
         assert await api.workers() == []
-        await asyncio.sleep(0.3)
+        while not router.listed():  # noqa: ASYNC110 - the router's state
+            await asyncio.sleep(0.01)
         return [(w.url, w.healthy) for w in await api.workers()]
 
     assert run(parts, scenario) == [("http://127.0.0.1:9", True)]
