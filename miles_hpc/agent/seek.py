@@ -89,8 +89,10 @@ class HubSeeker:
             self._wanted.clear()
             if self._closed:
                 return
-            self._result = self._look()
+            found = self._look()
+            # The byte first: whoever finds the result takes that as well.
             os.write(self._write_end, b"\0")
+            self._result = found
 
     def _look(self) -> Found:
         try:

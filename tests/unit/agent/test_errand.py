@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from miles_hpc.agent.errand import Errand
+from miles_hpc.agent.seek import HubSeeker
 
 pytestmark = pytest.mark.unit
 
@@ -48,3 +49,26 @@ def test_an_error_of_the_work_is_brought_like_a_value():
     errand.ask()
     assert isinstance(taken(errand).error, ZeroDivisionError)
     errand.close()
+
+
+def test_a_look_for_the_hub_can_be_taken_between_the_two_steps_of_its_thread(tmp_path, monkeypatch):
+    seeker = HubSeeker(tmp_path, "run", 0, "")
+    about_to_write, go_on = threading.Event(), threading.Event()
+    write = os.write
+
+    def slow(descriptor, data):
+        about_to_write.set()
+        go_on.wait(5)
+        return write(descriptor, data)
+
+    monkeypatch.setattr("miles_hpc.agent.seek.os.write", slow)
+    assert seeker.advance(1.0, wanted=True) is None and about_to_write.wait(5)
+    assert seeker.advance(1.0, wanted=True) is None, "nothing is there before its byte is"
+    go_on.set()
+    found = None
+    for _ in range(5000):
+        if (found := seeker.advance(1.0, wanted=True)) is not None:
+            break
+        select.select([seeker.fileno], [], [], 0.001)
+    assert found is not None and found.hub is None and not found.error
+    seeker.close()
