@@ -49,6 +49,17 @@ def test_a_hub_of_one_node_that_does_not_hear_it_does_not_act(fleet, pool):
     assert f.core.nodes["node-00000"].condition == "suspect" and not f.core.standing.acts
 
 
+def test_a_lease_counts_for_eight_seconds(fleet, pool):
+    f = fleet(pool("engine"), nodes=2)
+    f.lease = False
+    silent(f, 1)
+    f.core.standing.lease_renewed_at = f.now
+    f.pass_time(8)
+    assert f.core.standing.acts
+    f.pass_time(0.5)
+    assert not f.core.standing.acts
+
+
 def test_when_all_nodes_have_left_there_is_nobody_to_hear(fleet, pool):
     f = fleet(pool("engine"), nodes=3)
     silent(f, 0, 1, 2)
