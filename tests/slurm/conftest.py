@@ -297,7 +297,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
         if not os.environ.get("MILES_HPC_KEEP_SLURM"):
             running = _pids(bed.tool("status"))
             bed.tool("down")
-            assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
+            wait_until("every daemon is gone", lambda: not [pid for pid in running if _lives(pid)], 20)
             assert "mhslurm0" not in command("ip", "link") and not BED.exists(), "nothing is left behind"
             assert not Path("/etc/slurm/slurm.conf").exists()
 
@@ -308,6 +308,13 @@ def _locked(lock: TextIO) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _lives(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _pids(status: str) -> list[str]:
