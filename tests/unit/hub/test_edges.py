@@ -6,6 +6,7 @@ import pytest
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.hub import drain
 from miles_hpc.hub.actions import Send, Tick
+from miles_hpc.hub.core import Phase
 from miles_hpc.hub.placement import Fleet, NodeSlots
 from miles_hpc.hub.site import SiteSeen
 from miles_hpc.specs.base import SchedulingSpec
@@ -14,6 +15,7 @@ from miles_hpc.wire.messages import (
     Draining,
     Goodbye,
     Heartbeat,
+    Progress,
     Refused,
     ReservePorts,
     StartWorker,
@@ -269,3 +271,29 @@ def test_a_death_counts_against_its_node_until_it_is_older_than_the_window(fleet
             f.receive(agent.peer, Heartbeat(seq=1))
         f.apply(Tick())
         assert len(deaths) == left
+
+
+def test_the_first_step_is_the_first_that_was_made_and_only_once(fleet, pool):
+    f = fleet(pool("driver", category="driver"))
+    peer = f.client("driver-00000-00000")
+    f.receive(peer, Progress(step=0, weight_version=1))
+    assert f.core.first_step_at is None
+    f.now += 0.5
+    f.receive(peer, Progress(step=1, weight_version=2))
+    first = f.core.first_step_at
+    f.now += 0.5
+    f.receive(peer, Progress(step=2, weight_version=3))
+    assert first == f.now - 0.5 == f.core.first_step_at
+
+
+def test_a_start_that_never_reached_its_agent_is_sent_again(fleet, pool):
+    f = fleet(pool("engine"))
+    row = f.agents[0].table["engine-00000-00000"]
+    f.cell("engine-00000").workers[0].ready = False
+    f.core.change_phase(f.cell("engine-00000"), Phase.STARTING)
+    f.agents[0].table["engine-00000-00000"] = msgspec.structs.replace(row, state="reserved", pid=0)
+    f.clear()
+    f.pass_time(f.timing.suspect + 0.5)
+    f.agents[0].silent = True
+    f.table(0)
+    assert [order.worker for order in f.orders(StartWorker)] == ["engine-00000-00000"]
