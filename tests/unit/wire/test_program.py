@@ -14,15 +14,21 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture
 def root(monkeypatch):
-    """A root logger without handlers."""
-    fresh = logging.RootLogger(logging.WARNING)
+    """A root logger without handlers; pytest adds its own to whatever the root is when a test begins."""
+
+    class Fresh(logging.RootLogger):
+        def addHandler(self, handler):
+            if not type(handler).__module__.startswith("_pytest"):
+                super().addHandler(handler)
+
+    fresh = Fresh(logging.WARNING)
     monkeypatch.setattr(logging, "getLogger", lambda name=None: fresh)
     return fresh
 
 
 @pytest.fixture
-def full_pipe(monkeypatch):
-    """Standard error is a pipe that is full: whoever writes there waits."""
+def full_pipe():
+    """For standard error: a pipe that is full, so that whoever writes there waits."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     filled = 0
@@ -33,8 +39,7 @@ def full_pipe(monkeypatch):
             break
     os.set_blocking(write_end, True)
     with os.fdopen(write_end, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        yield read_end, filled
+        yield read_end, filled, stderr
 
 
 def drain(read_end, size):
@@ -46,10 +51,11 @@ def drain(read_end, size):
 
 def test_under_an_agent_a_stalled_log_file_holds_nobody_up(root, full_pipe, monkeypatch):
     monkeypatch.setenv(program.STOP_SIGNAL, "SIGHUP")
+    read_end, filled, stderr = full_pipe
+    monkeypatch.setattr(sys, "stderr", stderr)
     program.setup_logging()
     for number in range(100):
         root.info("line %d", number)
-    read_end, filled = full_pipe
     drain(read_end, filled)
     root.handlers[0].flush()
     lines = os.read(read_end, 1 << 20).decode().splitlines()
@@ -60,10 +66,11 @@ def test_under_an_agent_a_stalled_log_file_holds_nobody_up(root, full_pipe, monk
 def test_what_is_too_much_for_memory_is_left_out(root, full_pipe, monkeypatch):
     monkeypatch.setenv(program.STOP_SIGNAL, "SIGHUP")
     monkeypatch.setattr(program, "WAITING_LIMIT", 10)
+    read_end, filled, stderr = full_pipe
+    monkeypatch.setattr(sys, "stderr", stderr)
     program.setup_logging()
     for number in range(100):
         root.info("line %d", number)
-    read_end, filled = full_pipe
     drain(read_end, filled)
     root.handlers[0].flush()
     assert 10 <= len(os.read(read_end, 1 << 20).splitlines()) <= 12
