@@ -1,6 +1,7 @@
 """The hub's process on a node: when it is started again, by which epoch, and when not. No process is started."""
 
 import select
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -66,8 +67,9 @@ class Keeper:
         while not self.spawns.epochs and self.now - began < patience_s:
             self.now += 1.0
             self.keeper.advance(0.0)
-            # The read of the lease that is under way, if one is.
+            # The read of the lease that is under way: its byte comes first, and its thread needs a turn for the rest.
             select.select([self.keeper.pollable()[-1]], [], [], 1.0)
+            time.sleep(0.002)
         return self.now - heard
 
     def hub_ends(self, *, code=None, signal=None):
