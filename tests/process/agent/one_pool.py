@@ -28,4 +28,5 @@ if __name__ == "__main__":
         **fields,
     )
     run.compute_specs = lambda config, run_dir: [spec]
-    sys.exit(run.main(["--run-dir", run_dir, "--attempt", "0", "--address", address]))
+    # On no node that has an agent: an agent keeps the hub of its own node, and this one is not its child.
+    sys.exit(run.main(["--run-dir", run_dir, "--attempt", "0", "--address", address, "--node", ""]))
