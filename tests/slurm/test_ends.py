@@ -167,7 +167,7 @@ def test_a_preempted_run_drains_within_its_grace_time_and_is_queued_again_once(b
 
 
 def test_a_run_directory_that_other_nodes_do_not_see_is_named(bed: Bed):
-    job = bed.submit("smoke", "--run-dir", "/dev/shm/mh-private", "--set", "timing.join=15", options=["--nodes=2"])
+    job = bed.submit("smoke", "--run-dir", "/dev/shm/mh-private", "--set", "timing.join=25", options=["--nodes=2"])
     job.wait(90)
     assert "/dev/shm/mh-private is not seen on node2 after 20 s" in job.said()
 
