@@ -101,6 +101,10 @@ def _service(
     )
 
 
+_LOOK_PATIENCE_S = 2.0
+"""A look that waits for a lost hub holds up the end of this program; the next one comes soon."""
+
+
 class HubOrders:
     """Orders to the hub, each over a connection of its own: calls come from threads."""
 
@@ -109,7 +113,7 @@ class HubOrders:
 
     def cells(self) -> list[CellRow]:
         """All cells of the run. Raises HubError."""
-        with OperatorClient(self._run_dir, self._attempt) as hub:
+        with OperatorClient(self._run_dir, self._attempt, timeout_s=_LOOK_PATIENCE_S) as hub:
             return hub.cells()
 
     def stop_cell(self, cell: str, generation: Generation, reason: str = "") -> None:

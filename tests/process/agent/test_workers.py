@@ -19,7 +19,8 @@ from miles_hpc.wire.messages import Goodbye, Heartbeat, PortInfo, Probe, Shutdow
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 IDLE = "import signal; signal.pause()"
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+STUBBORN = DEAF + "while True: signal.pause()"
 WORKER = "pool-00000-00000"
 
 
@@ -92,7 +93,7 @@ def test_a_killed_worker_is_reported_at_once(hub, node):
 
 
 def test_a_worker_that_ignores_term_is_killed_after_its_grace(hub, node):
-    started = hub.start(WORKER, "print('up', flush=True)\n" + STUBBORN, stop_grace=0.7)
+    started = hub.start(WORKER, DEAF + "print('up', flush=True)\n" + STUBBORN, stop_grace=0.7)
     hub.until(lambda: _log(hub, WORKER) == "up\n", "line")
     at = time.monotonic()
     hub.stop(WORKER)

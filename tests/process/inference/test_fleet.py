@@ -208,4 +208,4 @@ def test_the_controller_ends_promptly_on_sigterm(make_fleet):
 
     scenario(fleet, body)
     controller.process.terminate()
-    assert controller.process.wait(5) == 0, controller.log.read_text()[-2000:]
+    assert controller.process.wait(15) == 0, controller.log.read_text()[-2000:]

@@ -132,6 +132,7 @@ def test_a_run_ends_with_the_command_that_started_it(tmp_path, signum):
     run_dir = tmp_path / "run"
     code = f"""
 import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started under
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from conftest import eventually, joined, waiting_run
