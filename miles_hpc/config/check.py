@@ -26,7 +26,7 @@ RUNTIME_KINDS = (
 )
 BUILT_IN_REWARDS = ("exact_match", "math_verify", "reasoning_gym", "remote_http")
 REWARDS_WITH_LABEL = ("exact_match", "math_verify")
-BUILT_IN_FILTERS = ("nonzero_std", "no_truncated")
+BUILT_IN_FILTERS = ("nonzero_std", "no_truncated", "no_aborted")
 BUILT_IN_GENERATES = ("", "single_turn", "multi_turn", "two_turn_session")
 BUILT_IN_TRAINERS = ("torch", "hash")
 SLICE = re.compile(r"^(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?$", re.DOTALL)

@@ -278,4 +278,6 @@ def _uses_own_code(merged: dict[str, Any]) -> bool:
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_none(inner) for inner in value]
     return value

@@ -120,7 +120,10 @@ class RolloutConfig(_Section, frozen=True):
     ] = 1.0
     filters: Annotated[
         list[str],
-        _d("Which finished groups may be trained on: `nonzero_std`, `no_truncated`, or dotted paths; reasons counted."),
+        _d(
+            "Which finished groups may be trained on: `nonzero_std`, `no_truncated`, `no_aborted`, or dotted paths; "
+            "reasons counted."
+        ),
     ] = []
     max_filtered_batches: Annotated[
         PositiveInt, _d("So many batches filtered out in one step end the run with the table of reasons.")

@@ -134,7 +134,7 @@ def _refuse_vital(cell: Cell) -> None:
     if vital(cell):
         raise _Refusal(
             f"{cell.id}: the run cannot go on without it; `miles-hpc drain` ends the run with a commit, "
-            "and `miles-hpc run --resume` goes on from it"
+            "and `miles-hpc run --run-dir RUN_DIR --resume` goes on from it"
         )
 
 

@@ -168,6 +168,13 @@ def test_a_resolved_config_reads_back_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["config.resolved.toml"]
 
 
+def test_engine_groups_that_leave_keys_unset_read_back(tmp_path):
+    groups = "[{engines=2}, {gpus_per_engine=4, sglang={dtype='bfloat16'}}]"
+    config = load([], [f"inference.groups={groups}", "models.judge.path='/j'", f"models.judge.groups={groups}"])
+    write_resolved(config, tmp_path)
+    assert read_resolved(tmp_path) == config
+
+
 def test_a_directory_without_a_resolved_config_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="is not a run directory"):
         read_resolved(tmp_path)
