@@ -124,7 +124,8 @@ def create_secrets(run_dir: Path, attempt: int) -> None:
         _write_once(directory / f"{name}.json", msgspec.json.encode(KeyPair.generate()))
     import secrets  # here, because it brings OpenSSL, and keys are made only once
 
-    _write_once(http_key_path(run_dir, attempt), secrets.token_urlsafe(32).encode())
+    # Hexadecimal: SGLang hands the key to its own argument parser, where one that begins with "-" is taken for a flag.
+    _write_once(http_key_path(run_dir, attempt), secrets.token_hex(32).encode())
     _write_once(sglang_config_path(run_dir, attempt), f"api-key: {load_http_key(run_dir, attempt)}\n".encode())
 
 

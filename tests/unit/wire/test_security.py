@@ -153,3 +153,10 @@ def test_without_its_handler_a_server_admits_nobody(run_dir):
             with HubLink(hub.address, hub_key=keys.public, keys=agent, run_id="r1") as link:
                 assert link.monitor.poll(20_000)
                 assert "up" not in [event.kind for event in link.events()]
+
+
+def test_the_key_that_sglang_parses_as_an_argument_is_never_taken_for_a_flag(tmp_path, monkeypatch):
+    monkeypatch.setattr("secrets.token_urlsafe", lambda size: "-" * size)
+    create_secrets(tmp_path, 0)
+    assert set(load_http_key(tmp_path, 0)) <= set("0123456789abcdef")
+    assert len(load_http_key(tmp_path, 0)) == 64
