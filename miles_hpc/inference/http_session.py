@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import aiohttp
+from yarl import URL
 
 from miles_hpc.config.schema import Config
 from miles_hpc.wire.security import load_http_key, read_engine_key
@@ -75,13 +76,15 @@ def open_http(key: str | HttpKeys = "") -> aiohttp.ClientSession:
 
 def _other_key(keys: HttpKeys) -> Callable[..., Awaitable[None]]:
     """Replaces the run's key in requests to engines that have another one, or none."""
+    # A request's url is in normal form (lower case, IPv6 compressed), which the config's text need not be.
+    named = {str(URL(url).origin()): key for url, key in keys.engines.items()}
 
     async def replace(session: object, context: object, request: aiohttp.TraceRequestStartParams) -> None:
-        base = f"{request.url.scheme}://{request.url.authority}"
-        if base in keys.engines:
+        base = str(request.url.origin())
+        if base in named:
             request.headers.popall("Authorization", None)
-            if keys.engines[base]:
-                request.headers["Authorization"] = f"Bearer {keys.engines[base]}"
+            if named[base]:
+                request.headers["Authorization"] = f"Bearer {named[base]}"
 
     return replace
 

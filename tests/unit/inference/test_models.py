@@ -3,13 +3,16 @@
 import asyncio
 
 import pytest
+from aiohttp import TraceRequestStartParams
+from multidict import CIMultiDict
+from yarl import URL
 
 from miles_hpc.config.load import load
 from miles_hpc.inference import keeper
 from miles_hpc.inference import service as service_module
 from miles_hpc.inference.client import ControllerClient
 from miles_hpc.inference.engine_api import EngineApi
-from miles_hpc.inference.http_session import http_keys, open_http
+from miles_hpc.inference.http_session import HttpKeys, http_keys, open_http
 from miles_hpc.inference.needs import NEEDED_CALLS
 from miles_hpc.inference.run_controller import Holds, by_model
 from miles_hpc.inference.service import ControllerService
@@ -302,6 +305,23 @@ def test_an_external_engine_gets_its_own_key_or_none_and_never_the_runs(parts, t
     secrets.write_text("two\nlines")
     with pytest.raises(security.SecurityError, match="expected one line with a key"):
         security.read_engine_key(secrets)
+
+
+@pytest.mark.parametrize(
+    "base", ["http://[::1]:3000", "http://[2001:DB8:0::1]:3000", "http://Node7:3000", "http://n:80"]
+)
+def test_the_key_of_an_external_engine_is_found_however_its_url_is_spelled(base):
+    async def sent(keys):
+        request = TraceRequestStartParams("GET", URL(f"{base}/model_info"), CIMultiDict(Authorization="Bearer run"))
+        async with open_http(keys) as http:
+            for tracing in http.trace_configs:
+                tracing.freeze()
+                await tracing.on_request_start.send(http, None, request)
+        return request.headers.get("Authorization")
+
+    assert asyncio.run(sent(HttpKeys("run", {base: "its-own"}))) == "Bearer its-own"
+    assert asyncio.run(sent(HttpKeys("run", {base: ""}))) is None
+    assert asyncio.run(sent(HttpKeys("run", {"http://other:3000": "its-own"}))) == "Bearer run"
 
 
 def test_an_engine_that_hangs_after_a_broken_broadcast_is_replaced_within_a_bound_and_the_other_serves(parts, caplog):
