@@ -261,6 +261,12 @@ class Core:
         """Set while it is not known what runs: nothing is placed, published or called superseded."""
         return None if self.recovery is None or self.recovery.concluded else self.recovery
 
+    def earliest_start(self, cell: Cell) -> float:
+        """Now, or later for a cell that may still run on a node that this hub has not heard: nobody may hurry it."""
+        if self.recovery is None or cell.id not in self.recovery.held:
+            return self.now
+        return max(self.now, self.recovery.fenced_at)
+
     # ------------------------------------------------------------------------------------------- outgoing
     def send(self, peer: bytes, message: FromHub, *, kept: bool = False) -> None:
         """`kept`: not before the journal is durable."""

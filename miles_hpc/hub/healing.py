@@ -76,7 +76,7 @@ def judge(core: Core, cell: Cell, ending: Ending) -> list[Cell]:
             return []
         retry_at += backoff
     for member in members:
-        member.retry_at = retry_at
+        member.retry_at = max(retry_at, core.earliest_start(member))
     return [member for member in members if member is not cell]
 
 

@@ -158,7 +158,7 @@ def _start(core: Core, cell: Cell) -> None:
     core.note("operator_starts_cell", cell=cell.id)
     cell.wanted = True
     cell.deaths.clear()
-    cell.retry_at, cell.unplaced_since = core.now, None
+    cell.retry_at, cell.unplaced_since = core.earliest_start(cell), None
     if cell.phase is Phase.STOPPED:
         core.change_phase(cell, Phase.WAITING)
 
@@ -169,7 +169,7 @@ def _restart(core: Core, cell: Cell, reason: str) -> None:
     if not cell.wanted:
         raise _Refusal(f"{cell.id} is stopped: `miles-hpc start {cell.id}` starts it")
     core.note("operator_restarts_cell", cell=cell.id, generation=str(cell.generation), reason=reason)
-    cell.retry_at = core.now
+    cell.retry_at = core.earliest_start(cell)
     lifecycle.end_cell(core, cell, Ending(_by_operator("restarted", reason), budgeted=False))
 
 

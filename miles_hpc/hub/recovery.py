@@ -28,6 +28,8 @@ class Recovery(msgspec.Struct):
     """Programs that wait for the word whether they are still wanted."""
     held: set[str] = msgspec.field(default_factory=set)
     """Stateful cells that may still run on a node that was not heard."""
+    fenced_at: float = 0.0
+    """From then on they run nowhere any more."""
 
 
 def on_table(recovery: Recovery, node: Node, rows: list[WorkerState]) -> None:
@@ -103,11 +105,11 @@ def _conclude(core: Core, recovery: Recovery, missing: list[str]) -> None:
             text = "another part of its group did not outlive the last hub"
             lifecycle.end_cell(core, cell, Ending(text, budgeted=False, follows=True))
     if missing:
-        fenced = recovery.claimed_at + core.timing.fence + FENCE_SLACK_S
+        recovery.fenced_at = recovery.claimed_at + core.timing.fence + FENCE_SLACK_S
         for cell in core.cells.values():
             lost = [member for member in group_of(core, cell) if member.phase is Phase.WAITING]
             if cell.spec.state == "stateful" and lost:
-                cell.retry_at = max(cell.retry_at, fenced)
+                cell.retry_at = max(cell.retry_at, recovery.fenced_at)
                 recovery.held.add(cell.id)
 
 

@@ -11,8 +11,10 @@ from miles_hpc.wire.messages import (
     CellsReply,
     ClientHello,
     ClientWelcome,
+    Done,
     Draining,
     DrainRun,
+    Failed,
     GetCells,
     HoldCells,
     PoolAddrs,
@@ -20,7 +22,9 @@ from miles_hpc.wire.messages import (
     ReservePorts,
     RestartCell,
     Shutdown,
+    StartCell,
     StartWorker,
+    StopCell,
     StopWorker,
     Superseded,
     Welcome,
@@ -166,6 +170,45 @@ def test_stateful_cells_of_a_missing_node_wait_for_its_fence(fleet, pool):
     assert f.phases()["driver-00000"] == "waiting"
     f.pass_time(3)
     assert f.phases()["driver-00000"] == "ready" and f.cell("driver-00000").workers[0].node == "node-00000"
+
+
+@pytest.mark.parametrize("orders", [("restart",), ("stop", "start")])
+def test_an_operator_does_not_hurry_a_cell_that_waits_for_the_fence_of_a_missing_node(fleet, pool, orders):
+    f = fleet(pool("engine"), pool("driver", category="driver", state="stateful", avoid_hub_node=True), nodes=2)
+    f.agents[1].silent = True
+    f.next_hub()
+    f.join(0)
+    f.pass_time(f.timing.dead + 2)
+    generation = f.cell("driver-00000").generation
+    for order in orders:
+        f.receive(
+            b"op",
+            {
+                "restart": RestartCell(call_id="r", cell="driver-00000", generation=generation),
+                "stop": StopCell(call_id="s", cell="driver-00000", generation=generation),
+                "start": StartCell(call_id="t", cell="driver-00000"),
+            }[order],
+        )
+    assert [type(answer) for answer in f.orders(Done, Failed)] == [Done] * len(orders)
+    f.pass_time(f.timing.fence - f.timing.dead)
+    assert f.phases()["driver-00000"] == "waiting"
+    assert "driver-00000-00000" in f.agents[1].table
+    f.pass_time(6)
+    assert f.phases()["driver-00000"] == "ready"
+
+
+def test_the_death_of_a_part_does_not_hurry_another_that_waits_for_the_fence_of_a_missing_node(fleet, pool):
+    f = fleet(pool("helper", group="g"), pool("driver", state="stateful", group="g", avoid_hub_node=True), nodes=2)
+    f.agents[1].silent = True
+    f.next_hub()
+    f.join(0)
+    f.pass_time(f.timing.dead + 2)
+    assert f.phases() == {"helper-00000": "ready", "driver-00000": "waiting"}
+    f.die("helper-00000-00000")
+    f.pass_time(1)
+    assert f.phases()["driver-00000"] == "waiting"
+    f.pass_time(f.timing.fence)
+    assert f.phases()["driver-00000"] == "ready"
 
 
 def test_a_node_that_comes_late_stops_what_was_replaced_and_frees_what_was_held(fleet, pool):
