@@ -67,4 +67,7 @@ class Filter:
             keep, reason = answer if isinstance(answer, tuple) else (answer, self._path.rpartition(":")[2])
         except Exception as error:
             raise FilterError(f"{KEY}: {self._path!r}: {traceback.format_exc()}") from error
-        return "" if keep else _NO_NAME.sub("_", str(reason).lower())[:60]
+        if keep:
+            return ""
+        # A refusal without a word would read as none.
+        return _NO_NAME.sub("_", str(reason).lower())[:60] or "unnamed"

@@ -128,3 +128,8 @@ def test_a_filter_that_raises_or_answers_otherwise_says_so_with_its_traceback(mo
 def test_built_in_filters_refuse_by_name():
     assert Filter("no_aborted").refuses([sample(status="aborted")]) == "no_aborted"
     assert Filter("no_aborted").refuses([sample()]) == ""
+
+
+def test_a_refusal_without_a_word_refuses_too(monkeypatch):
+    monkeypatch.setattr("miles_hpc.rollout.filters.load_function", lambda path, key: lambda samples: (False, ""))
+    assert Filter("m:f").refuses([sample()]) == "unnamed"
