@@ -248,8 +248,9 @@ class Scorer:
 
 
 def _bare(sample: Sample) -> Sample:
-    """A sample without its arrays, which msgpack does not know and no reward needs."""
-    return msgspec.structs.replace(sample, extra={}) if sample.extra else sample
+    """A sample without its arrays, which no reward needs, and with a plain reward: msgpack knows neither."""
+    reward = None if sample.reward is None else float(sample.reward)
+    return msgspec.structs.replace(sample, extra={}, reward=reward)
 
 
 class RemoteReward:
