@@ -290,7 +290,8 @@ class Dispatcher:
             self._on_failed(peer, failed, now)
         first, actions = self._board.on_done(peer, [name for name in names if name not in wrong], now)
         received = [name for name in names if name not in wrong and not self._board.claimed(name)]
-        if received:
+        # The board takes nothing of a peer without a seat: acknowledged, a group of its would never be sent again.
+        if received and peer in self._board.seats:
             self._server.send(peer, GroupsReceived(incarnation=self._incarnation, groups=received))
         for name in first:
             self._collectors[name].on_result(name, groups[name], calls[name])
