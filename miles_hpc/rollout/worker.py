@@ -269,6 +269,7 @@ class RolloutWorker:
         if order.incarnation != self._incarnation or name in self._running:
             return
         if name in self._kept:
+            self._kept[name].received = False  # what an executor took that is gone does not count
             self._send_soon(name)
             return
         generate = self._generate_of(order)
