@@ -60,6 +60,9 @@ def on_operator(core: Core, peer: bytes, message: FromOperator) -> None:
 
 def _carry_out(core: Core, order: CancelRun | DrainRun | StopCell | StartCell | RestartCell) -> Done | Failed:
     try:
+        if not core.standing.acts and core.outcome is None:
+            # What it did now would be lost, or done twice, when another hub acts: no "done" for that.
+            raise _Refusal("this hub hears too few nodes to act, another may take over: ask again in a minute")
         match order:
             case CancelRun():
                 core.decide("cancelled", order.reason or "cancelled by an operator")
@@ -93,8 +96,8 @@ def on_hold(core: Core, hold: HoldCells) -> None:
 
 def carry_out_deferred(core: Core) -> None:
     """Orders whose hold is over; one that does not fit any more is dropped, the cell went on by itself."""
-    if core.recovering is not None:
-        return  # what runs in which generation is not known yet
+    if core.recovering is not None or not core.standing.acts:
+        return  # what runs in which generation is not known yet, or it is not for this hub to change it
     waiting = core.deferred
     core.deferred = [order for order in waiting if _is_held(core, order.cell, order.generation)]
     for order in waiting:

@@ -2,14 +2,21 @@
 
 import pytest
 
-from miles_hpc.hub.actions import Tick
+from miles_hpc.hub.actions import HubSignalled, Tick
 from miles_hpc.wire.messages import (
     CancelRun,
+    Done,
+    DrainRun,
+    Failed,
+    HoldCells,
     LeaseRenewed,
     Peer,
     ReservePorts,
+    RestartCell,
     Roster,
     Standing,
+    StartCell,
+    StopCell,
     WorkerExited,
 )
 
@@ -121,12 +128,50 @@ def test_a_decision_waits_until_the_hub_may_act_again(fleet, pool):
     f = fleet(pool("engine"), nodes=3)
     silent(f, 1, 2)
     f.pass_time(5)
-    f.receive(b"op", CancelRun(call_id="1", reason="enough"))
+    f.apply(HubSignalled("SIGINT"))
     f.pass_time(1)
     assert not f.verdicts
     f.resume(1)
     f.pass_time(1)
-    assert (f.verdicts[0].outcome, f.verdicts[0].reason) == ("cancelled", "enough")
+    assert (f.verdicts[0].outcome, f.verdicts[0].reason) == ("cancelled", "the hub got SIGINT")
+
+
+def test_orders_are_refused_until_the_hub_may_act_again(fleet, pool):
+    f = fleet(pool("engine"), nodes=3)
+    generation = f.cell("engine-00000").generation
+    silent(f, 1, 2)
+    f.pass_time(5)
+    f.clear()
+    for order in (
+        CancelRun(call_id="1"),
+        DrainRun(call_id="2"),
+        StopCell(call_id="3", cell="engine-00000", generation=generation),
+        RestartCell(call_id="4", cell="engine-00000", generation=generation),
+        StartCell(call_id="5", cell="engine-00000"),
+    ):
+        f.receive(b"op", order)
+    answers = f.orders(Done, Failed)
+    assert len(answers) == 5 and all("hears too few nodes to act" in answer.text for answer in answers)
+    assert f.phases() == {"engine-00000": "ready"}
+    f.resume(1)
+    f.pass_time(1)
+    assert not f.verdicts and f.core.drain is None
+    f.clear()
+    f.receive(b"op", CancelRun(call_id="6"))
+    assert f.orders(Done, Failed) == [Done(call_id="6")] and f.verdicts[0].outcome == "cancelled"
+
+
+def test_an_order_that_waits_for_a_window_waits_until_the_hub_may_act_again(fleet, pool):
+    f = fleet(pool("engine"), pool("controller"), nodes=3)
+    held = f.cell("engine-00000").generation
+    f.receive(f.client("controller-00000-00000"), HoldCells(cells={"engine-00000": held}, seconds=10.0))
+    f.receive(b"op", RestartCell(call_id="r", cell="engine-00000", generation=held))
+    silent(f, 1, 2)
+    f.pass_time(20)
+    assert [order.call_id for order in f.core.deferred] == ["r"] and f.phases()["engine-00000"] == "ready"
+    f.resume(1)
+    f.pass_time(2)
+    assert f.core.deferred == [] and f.cell("engine-00000").generation > held
 
 
 def test_a_run_that_has_not_begun_acts(fleet, pool):
