@@ -34,6 +34,7 @@ def _inference(config: Config) -> Found:
                     f'{key} is set with inference.engine = "{inference.engine}", which runs on the CPU: '
                     f'set inference.engine = "sglang", or leave {key} out',
                 )
+    urls: dict[str, str] = {}
     for where, plan in _plans(config):
         for group in plan.groups:
             if group.role != "regular":
@@ -48,7 +49,7 @@ def _inference(config: Config) -> Found:
         ):
             yield from _server_arguments(config, place, arguments)
         yield from _parallelism(config, where, plan)
-        yield from _external(where, plan)
+        yield from _external(where, plan, urls)
         if plan.router_policy not in ROUTER_POLICIES:
             yield (
                 (f"{where}.router_policy",),
@@ -79,16 +80,16 @@ def _models(config: Config) -> Found:
             yield ((f"models.{name}.path",), f"models.{name}.path is empty: name a HF model directory")
 
 
-def _external(where: str, plan: Any) -> Found:
+def _external(where: str, plan: Any, urls: dict[str, str]) -> Found:
+    """`urls` (url -> key) is shared by all plans, and gets the engines of this one: one engine serves one model."""
     if plan.external and plan.groups:
         yield (
             (f"{where}.external", f"{where}.groups"),
             f"{where}.external names engines that are there already, and {where}.groups some to start: drop one",
         )
-    urls: dict[str, str] = {}
     for name, engine in plan.external.items():
         key = f"{where}.external.{name}.url"
-        url = engine.url.rstrip("/")
+        url = engine.url.rstrip("/").lower()
         if not _is_base_url(url):
             yield ((key,), f"{key} = {engine.url!r}: expected http://host:port of an engine's API")
         elif url in urls:

@@ -104,6 +104,16 @@ CONFLICTS = [
         "once",
     ),
     (
+        ["inference.external.a.url=http://node7:1", "inference.external.b.url=http://Node7:1"],
+        ("inference.external.a.url", "inference.external.b.url"),
+        "once",
+    ),
+    (
+        ["inference.external.a.url=http://h:1", "models.j.path=/j", "models.j.external.b.url=http://h:1"],
+        ("inference.external.a.url", "models.j.external.b.url"),
+        "once",
+    ),
+    (
         ["inference.external.a.url=http://h:1", "inference.groups=[{engines=1}]"],
         ("inference.external", "inference.groups"),
         "drop one",
