@@ -160,6 +160,8 @@ class EngineKeeper:
         self._apply(actions + self.state.on_routers(routers_in(pools, self._model)) + self._see_engines())
 
     def _see_engines(self) -> list[Action]:
+        if self._disposed:
+            return []  # one that the hub heals meanwhile would be a new engine, and get traffic
         return self.state.on_engines([*self._book, *self._external.values()])
 
     def _readmit(self, cell: str) -> None:

@@ -277,6 +277,26 @@ def test_after_dispose_nothing_gets_traffic_and_every_call_says_so(parts):
     run(parts, scenario)
 
 
+def test_an_engine_that_is_healed_after_dispose_gets_no_traffic(parts):
+    async def scenario(p, fleet):
+        router, engines = await two_engines(p, fleet)
+        await fleet.publish(1, p.http)
+        await fleet.serving(2)
+        await fleet.service.dispose()
+        await until(lambda: router.listed() == set())
+        engines[0].calls.clear()
+        fleet.drop("engine-policy-0", 0)
+        fleet.put("engine-policy-0", 0, engines[0].url, n=2)  # its label says already that it has the weights
+        fleet.drop("router-policy", 0)
+        new = await p.router(engines[1])
+        fleet.put("router-policy", 0, new.url, n=2)
+        await until(lambda: new.listed() == set())
+        assert {row.state for row in fleet.service.state.status().engines} == {"disposed"}
+        assert engines[0].calls == [] and router.listed() == set()
+
+    run(parts, scenario)
+
+
 def test_an_external_engine_gets_its_own_key_or_none_and_never_the_runs(parts, tmp_path):
     secrets = tmp_path / "its.key"
     secrets.write_text("its-own-secret\n")
