@@ -37,7 +37,7 @@ def group_stats(samples: Sequence[Sample]) -> dict[str, float]:
             if not isinstance(value, int | float):
                 where = f"sample {sample.index} of group {sample.group}"
                 raise InvalidSample(f"{where} has stats[{name!r}] = {value!r:.60}; expected a number")
-            found[name] = found.get(name, 0.0) + value
+            found[name] = float(found.get(name, 0.0) + value)  # a number of numpy cannot be sent
         for name, counts in (("repetitive", repetitive(sample.response)), (f"category/{sample.category}", 1)):
             if counts and not name.endswith("/"):
                 found[name] = found.get(name, 0.0) + 1

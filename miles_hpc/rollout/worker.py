@@ -317,7 +317,10 @@ class RolloutWorker:
             self._fail(error)
         else:
             calls = 0 if run.order.evaluation else run.reward_calls
-            self._finish(run, self._packed(Done(name, len(samples), calls, run.stats), samples))
+            try:
+                self._finish(run, self._packed(Done(name, len(samples), calls, run.stats), samples))
+            except Exception as error:  # nobody awaits this task
+                self._fail(error)
 
     # ------------------------------------------------------------------------------------------ keeping
     def _packed(self, done: Done, samples: Sequence[SampleArrays]) -> _Kept:
@@ -347,6 +350,12 @@ class RolloutWorker:
         self._unsent.append(name)
 
     def _send_unsent(self) -> None:
+        try:
+            self._send_ready()
+        except Exception as error:  # the loop would only log it, and these groups would never be sent
+            self._fail(error)
+
+    def _send_ready(self) -> None:
         names, self._unsent = self._unsent, []
         if self._link is None or not self._welcomed:
             return  # the next welcome finds them

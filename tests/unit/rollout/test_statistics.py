@@ -1,5 +1,7 @@
 """Counts beside the tokens: added up in the worker, told as rates of the step."""
 
+import msgspec
+import numpy as np
 import pytest
 
 from miles_hpc.inference.answers import Generation
@@ -82,3 +84,8 @@ def test_categories_and_repetition_are_shares_of_the_samples():
 def test_a_count_that_is_no_number_is_refused_by_its_samples_index():
     with pytest.raises(InvalidSample, match=r"sample 1 of group g has stats\['n'\] = 'many'; expected a number"):
         group_stats([sample(), sample(1, stats={"n": "many"})])
+
+
+def test_counts_of_numpy_become_plain_numbers_that_can_be_sent():
+    stats = group_stats([sample(stats={"n": np.float64(1.5)}), sample(1, stats={"n": 2})])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats)) == {"n": 3.5}

@@ -4,6 +4,7 @@ import asyncio
 import types
 
 import msgspec
+import numpy as np
 import pytest
 
 from miles_hpc.config.schema import Config
@@ -89,5 +90,30 @@ def test_a_kept_group_that_an_executor_asks_for_counts_as_unsent_until_that_one_
         for _ in range(3):
             await asyncio.sleep(0)
         assert second.groups() == ["g1"]
+
+    scenario(tmp_path, monkeypatch, fill, body)
+
+
+def test_a_worker_that_cannot_send_a_group_ends_with_the_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("miles_hpc.rollout.group_run.group_stats", lambda samples: {"n": np.float64(1.5)})
+
+    async def body(worker, link):
+        worker._on_message(order("g1"))
+        await until(lambda: worker._failure is not None)
+        assert isinstance(worker._failure, TypeError) and link.groups() == []
+
+    scenario(tmp_path, monkeypatch, fill, body)
+
+
+def test_a_worker_that_cannot_pack_a_group_ends_with_the_error(tmp_path, monkeypatch):
+    def broken(self, done, samples):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(RolloutWorker, "_packed", broken)
+
+    async def body(worker, link):
+        worker._on_message(order("g1"))
+        await until(lambda: worker._failure is not None)
+        assert str(worker._failure) == "no room"
 
     scenario(tmp_path, monkeypatch, fill, body)
