@@ -378,8 +378,12 @@ class EngineKeeper:
                 if now - silent_since >= _PROGRESS_S and now - reported >= _PROGRESS_S:
                     reported = now
                     log.warning("router %s: no answer for %.0f s: %s", cell, now - silent_since, error)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(kick.wait(), pause)
+            # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the kick.
+            waiter = asyncio.ensure_future(kick.wait())
+            try:
+                await asyncio.wait({waiter}, timeout=pause)
+            finally:
+                waiter.cancel()
 
     async def _bring_in_line(self, router: RouterApi) -> set[str]:
         """Remove and add until the list fits; returns the urls that it then had as healthy."""

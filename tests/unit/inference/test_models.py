@@ -297,6 +297,19 @@ def test_an_engine_that_is_healed_after_dispose_gets_no_traffic(parts):
     run(parts, scenario)
 
 
+def test_the_keeper_of_a_router_ends_though_it_is_cancelled_and_kicked_at_once(parts):
+    async def scenario(p, fleet):
+        fleet.put("router-policy", 0, (await p.router()).url)
+        _, task = fleet.service._router_tasks["router-policy-00000"]
+        await until(lambda: "router-policy-00000" in fleet.service.state.listed)  # now it waits
+        fleet.service._sync_routers()
+        fleet.drop("router-policy", 0)
+        await until(task.done)
+        assert task.cancelled()
+
+    run(parts, scenario, reconcile_s=60.0)
+
+
 def test_an_external_engine_gets_its_own_key_or_none_and_never_the_runs(parts, tmp_path):
     secrets = tmp_path / "its.key"
     secrets.write_text("its-own-secret\n")
