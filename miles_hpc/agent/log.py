@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -56,5 +57,7 @@ class JsonLog:
             except OSError as error:
                 text = f"{text} (not in {self.path}: {error.strerror})".lstrip()
             if text:
-                print(f"{self._source}: {event}: {text}", file=sys.stderr, flush=True)
+                # Whoever read it may be gone, or its disk be full: the file gets the next lines all the same.
+                with contextlib.suppress(OSError, ValueError):
+                    print(f"{self._source}: {event}: {text}", file=sys.stderr, flush=True)
         os.close(self._fd)

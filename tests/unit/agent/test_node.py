@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -205,6 +206,20 @@ def test_the_log_is_one_json_object_a_line(tmp_path, capsys):
     ]
     assert rows[1]["path"] == "/x" and rows[0]["time"] <= rows[1]["time"]
     assert "worker_exited" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trouble", [BrokenPipeError(), ValueError("closed")], ids=repr)
+def test_the_log_goes_on_where_stderr_fails(tmp_path, monkeypatch, trouble):
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise trouble
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    log = JsonLog(tmp_path / "agent.jsonl", "node-00000")
+    for number in range(2):
+        log.write("gpus_held", "warning", number=number)
+    log.close()
+    assert len((tmp_path / "agent.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_tail_is_the_end_of_a_file_and_never_fails(tmp_path):
