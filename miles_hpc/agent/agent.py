@@ -160,13 +160,17 @@ class Agent:
             for finding in [*self.probes.advance(ready), *self.stalls.advance()]:
                 self.table.on_finding(finding)
             self.table.advance()
-            for ended in self.supervisor.advance():
-                if ended.name == self.hub.name:
-                    self._on_hub_exit(ended)
-                else:
-                    self.table.on_exit(ended, by_slurm=self._by_slurm())
+            self._on_exits()
             self._on_time()
         return self._end()
+
+    def _on_exits(self) -> None:
+        # The hub last: its end may stop all workers of the table, where those that are gone must not be any more.
+        for ended in sorted(self.supervisor.advance(), key=lambda one: one.name == self.hub.name):
+            if ended.name == self.hub.name:
+                self._on_hub_exit(ended)
+            else:
+                self.table.on_exit(ended, by_slurm=self._by_slurm())
 
     def _poll(self, pipe: int) -> set[int]:
         """Wait for whatever comes first. Returns the plain descriptors that are ready."""
