@@ -316,10 +316,10 @@ class WorkerTable:
         ready = row.state == "ready"
         self._unwatch(row)
         row.state = "stopping"
-        if row.farewell is not None and grace != 0.0:
-            return
-        # Where the grace is cut, there is no time for that either.
+        # Where the grace is cut, there is no time to take leave.
         unhurried = grace is None or grace >= self._supervisor.workers[row.worker].stop_grace
+        if row.farewell is not None and unhurried and grace != 0.0:
+            return
         if ready and row.calls and cause == "stopped" and unhurried:
             target = HostAndPort(self._ports.address, row.ports[row.probe.port])
             row.stop = (cause, text, grace)

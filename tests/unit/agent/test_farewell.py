@@ -153,3 +153,16 @@ def test_a_stop_that_may_not_wait_ends_a_farewell(node, monkeypatch):
     node.table.advance()
     assert len(node.supervisor.stopped) == 1
     engine.close()
+
+
+def test_a_stop_with_a_shorter_grace_ends_a_farewell(node, monkeypatch):
+    engine = Engine(silent=True)
+    told(monkeypatch, engine)
+    node.table.on_finding(Finding(W, g(1), "ready"))
+    node.table.on_stop(StopWorker(worker=W, generation=g(1), reason="why"))
+    node.table.stop_all("the job ends", 2.0)
+    assert node.supervisor.stopped == [(W, "stopped", "the job ends", 2.0)]
+    node.now += FAREWELL_S
+    node.table.advance()
+    assert len(node.supervisor.stopped) == 1
+    engine.close()
