@@ -94,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return agent.run()
     except SpawnError as error:
         print(f"agent of node {given.node_index} on {given.address}: {error}", file=sys.stderr)
+        agent.log.close()
         return 1
     except Exception:
         traceback.print_exc()
