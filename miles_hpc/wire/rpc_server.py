@@ -171,6 +171,8 @@ class RpcServer:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            if not self._listener.socket.closed:
+                self._listener.flush()  # of the handlers that had ended: nobody else sends their answers any more
             self._listener.close()
 
     def close(self) -> None:

@@ -335,6 +335,19 @@ def test_a_closed_server_cancels_its_handlers(run_dir):
     run(body)
 
 
+def test_a_server_sends_the_answers_it_has_before_it_closes(run_dir):
+    async def body():
+        async def last(params, frames):
+            server.close()
+            return "done"
+
+        async with serving(run_dir, methods={"last": last}) as server:
+            async with RpcClient(server.address, run_dir, 1) as client:
+                assert await client.call("last", timeout_s=5) == "done"
+
+    run(body)
+
+
 def test_an_address_in_use_is_named(run_dir):
     async def body():
         async with serving(run_dir) as server:
