@@ -176,8 +176,10 @@ class ClientCalls:
         """Open a call, to be sent by the next `flush`. Its outcome goes to `done`, once.
 
         Raises:
-            TypeError: when `params` are not made of msgpack types.
+            TypeError: when `params` are not made of msgpack types, or a buffer is none or has gaps.
         """
+        if not _are_buffers(buffers):
+            raise TypeError(f"the frames of call {method!r} must be contiguous buffers")
         call = self._next
         header = Call(call, method, msgspec.Raw(encode(params)), len(buffers))
         self._next += 1
@@ -441,8 +443,8 @@ def _are_buffers(candidate: Any) -> bool:
 
 
 def _is_buffer(candidate: Any) -> bool:
+    """Whether it can be sent: one with gaps would end a `flush`, and with it the messages of others."""
     try:
-        memoryview(candidate)
+        return memoryview(candidate).contiguous
     except TypeError:
         return False
-    return True

@@ -385,6 +385,26 @@ def test_a_value_that_is_not_msgpack_is_a_type_error():
         result(Server().call(1), object())
 
 
+GAPS = memoryview(b"abcd")[::2]
+
+
+def test_buffers_with_gaps_fail_their_own_call_and_no_other():
+    server = Server()
+    good, bad = server.call(1), server.call(2)
+    server.done(good)
+    with pytest.raises((TypeError, BufferError)):
+        server.done(bad, ("value", [GAPS]))
+    assert server.take() == [(b"r1", rpc.Result(1, NIL))]
+
+
+@pytest.mark.parametrize("buffer", [GAPS, "text"], ids=["gaps", "text"])
+def test_a_call_with_what_is_no_buffer_or_has_gaps_is_not_begun(buffer):
+    client = Client()
+    with pytest.raises(TypeError, match="contiguous buffers"):
+        client.begin([buffer])
+    assert len(client.calls) == 0
+
+
 # ------------------------------------------------------------------------------------------ both, and what breaks
 @given(st.lists(st.sampled_from(["begin", "down", "up", "deliver", "finish", "back", "turn"]), max_size=60))
 @settings(deadline=None)
