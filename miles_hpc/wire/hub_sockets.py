@@ -59,6 +59,7 @@ class HubSockets:
                 also=also,
                 context=context,
                 queue_limit=BULK_QUEUE_LIMIT,
+                bulk=True,
             )
         except BaseException:
             self._control.close()

@@ -120,6 +120,7 @@ class HubSocket:
         keys: this epoch's server key pair; its public half goes into the rendezvous file.
         roles: client public key -> role (`security.role_keys`).
         domain: ZAP domain; the default is one of its own.
+        bulk: peers may be busy for a while before they read.
 
     Raises:
         OSError: when the address cannot be bound.
@@ -136,6 +137,7 @@ class HubSocket:
         context: Context | None = None,
         domain: str = "",
         queue_limit: int = QUEUE_LIMIT,
+        bulk: bool = False,
     ) -> None:
         context = context or zmq.Context.instance()
         self.counters = HubSocketCounters()
@@ -150,7 +152,8 @@ class HubSocket:
         """For a poller; readable means `drain` has work."""
         try:
             prepare(self.socket, listen)
-            give_up_lost_peers(self.socket)
+            if not bulk:
+                give_up_lost_peers(self.socket)
             self.socket.ipv6 = any(":" in host for host in (listen.host, *also))
             prepare_server(self.socket, keys, self._domain)
             self.socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -276,10 +279,20 @@ class HubLink:
     """A DEALER to one hub, with a random routing id, and the monitor that tells how the connection fares.
 
     ZeroMQ reconnects it to the same hub by itself; a hub of a higher epoch needs a new link.
+
+    Args:
+        bulk: it leads to the socket for operators, which may send while this end is busy.
     """
 
     def __init__(
-        self, endpoint: HostAndPort, *, hub_key: str, keys: KeyPair, run_id: str, context: Context | None = None
+        self,
+        endpoint: HostAndPort,
+        *,
+        hub_key: str,
+        keys: KeyPair,
+        run_id: str,
+        context: Context | None = None,
+        bulk: bool = False,
     ) -> None:
         context = context or zmq.Context.instance()
         self.endpoint = endpoint
@@ -294,7 +307,8 @@ class HubLink:
         """When the hub was last heard on this link, on the monotonic clock."""
         self.socket: Socket = context.socket(zmq.DEALER)
         prepare(self.socket, endpoint)
-        give_up_lost_peers(self.socket)
+        if not bulk:
+            give_up_lost_peers(self.socket)
         prepare_client(self.socket, keys, hub_key)
         self.socket.set(zmq.ROUTING_ID, b"L" + os.urandom(15))
         self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
@@ -403,7 +417,9 @@ def connect_hub(
     """
     deadline = time.monotonic() + timeout_s
     links = [
-        HubLink(endpoint, hub_key=rendezvous.public_key, keys=keys, run_id=rendezvous.run_id, context=context)
+        HubLink(
+            endpoint, hub_key=rendezvous.public_key, keys=keys, run_id=rendezvous.run_id, context=context, bulk=bulk
+        )
         for endpoint in (rendezvous.bulk_endpoints if bulk else rendezvous.endpoints)
     ]
     winner: HubLink | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import zmq
 
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.hub_sockets import BULK_QUEUE_LIMIT, BULK_TURN, HubSockets
@@ -52,6 +53,16 @@ def test_an_answer_goes_back_on_the_socket_that_the_question_came_from(hub):
         hub.drain(0)
         assert operator.socket.poll(5000) and operator.receive() == [DumpReply(call_id="c", content={})]
         assert agent.socket.poll(5000) and agent.receive() == [] and agent.silent_for() < 5
+
+
+def test_only_a_control_link_ends_when_its_reader_takes_nothing_for_a_while(hub):
+    control, bulk = hub.pollable
+    assert control.get(zmq.TCP_MAXRT) == 10_000 and bulk.get(zmq.TCP_MAXRT) <= 0
+    where = HostAndPort("127.0.0.1", hub.bulk_port)
+    for is_bulk in (False, True):
+        keys = load_client(hub.run_dir, 0, "operator")
+        with HubLink(where, hub_key=hub.public_key, keys=keys, run_id="r", bulk=is_bulk) as link:
+            assert (link.socket.get(zmq.TCP_MAXRT) == 10_000) is not is_bulk
 
 
 def test_each_role_is_admitted_to_its_own_socket_only(hub):
