@@ -88,12 +88,13 @@ def test_a_link_that_is_cut_for_a_minute_an_agent_s_makes_no_second_hub_and_the_
     def a_hub_that_is_cut_off_gives_way_to_the_majority_and_steps_down():
         run = of_the_hub
         found = run.hub_of_epoch(2, 60)
-        assert found.hub.startswith(f"{run.net.address(1)}:")
+        # The first candidate, or on a machine that is slow with it the next one.
+        (new,) = (index for index in (1, 2) if found.hub.startswith(f"{run.net.address(index)}:"))
         last(CUT_S, began, "the cut of the hub's link")
-        assert run.hubs() in ([0, 1], [1]) and run.epochs() == [1, 2], "the old hub may wait, and does not act"
+        assert run.hubs() in ([0, new], [new]) and run.epochs() == [1, 2], "the old hub may wait, and does not act"
         reached = run.step()
         run.net.join(0)
-        wait_for(lambda: run.hubs() == [1], "the old hub to step down", 30)
+        wait_for(lambda: run.hubs() == [new], "the old hub to step down", 30)
         wait_for(lambda: run.alive_nodes() == 3, "all nodes with the new hub", 60)
         assert all(engines[index] <= run.engines_on(index) for index in engines)
         assert run.epochs() == [1, 2]
