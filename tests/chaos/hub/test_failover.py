@@ -51,7 +51,7 @@ def test_the_hubs_node_is_lost_and_another_one_takes_over(spread, undisturbed):
     run.lose(0)
     run.hub_of_epoch(2, 40)
     print(f"another hub after {time.monotonic() - lost:.1f} s")
-    assert run.epochs() == [1, 2] and run.hubs() == [1]
+    assert run.epochs() == [1, 2] and run.hubs() in ([1], [2])
     assert all(engines[index] <= run.engines_on(index) for index in engines)
     summary = run.end(200)
     assert summary["outcome"] == "finished", run.tail()
@@ -133,7 +133,7 @@ def test_frozen_nodes_find_themselves_replaced_the_hub_s_and_one_in_the_middle_o
         reached = run.step()
         run.reach(reached + 5, 150)
         run.thaw(0)
-        wait_for(lambda: run.hubs() == [1], "the thawed hub to step down", 30)
+        wait_for(lambda: run.hubs() in ([1], [2]), "the thawed hub to step down", 30)
         run.reach(run.step() + 5)
         numbers = [int(path.stem) for path in (run.run_dir / "commits").glob("[0-9]*.json")]
         assert sorted(numbers) == list(range(1, len(numbers) + 1))
