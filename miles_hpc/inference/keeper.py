@@ -331,6 +331,8 @@ class EngineKeeper:
                 version = published.version
             else:
                 await api.abort_all()
+                # The old label would say of weights that may be half written that they are the published ones.
+                await api.update_weight_version(UNPUBLISHED)
             await api.resume()
         except (EngineError, asyncio.TimeoutError) as error:
             reason = f"did not continue after an aborted weight window: {error or 'no answer in time'}"

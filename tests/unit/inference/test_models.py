@@ -145,6 +145,37 @@ def test_an_external_engine_in_an_open_window_generates_again_when_the_controlle
     run(parts, with_external(scenario))
 
 
+def test_an_external_engine_of_an_aborted_window_waits_for_the_next_one_where_no_path_has_the_weights(
+    parts, monkeypatch
+):
+    monkeypatch.setattr(keeper, "READMIT_S", 0.05)
+    monkeypatch.setattr(keeper, "_OTHERS_S", 0.05)
+
+    async def broadcast(fleet, engine, version):
+        window = await fleet.start()
+        engine.label, params = str(version), {"window_id": window.window_id, "version": version, "path": ""}
+        await fleet.service.end_update_weights({**params, "failed": {}}, [])
+        await fleet.serving(1)
+
+    async def scenario(p, fleet, router, engine, told):
+        await broadcast(fleet, engine, 1)
+        window = await fleet.start()
+        engine.paused = "retract"
+        await fleet.service.abort_update_weights({"window_id": window.window_id, "reason": "it broke"}, [])
+        await until(lambda: engine.paused is None and not fleet.service.state.window_obstacle(1))
+        engine.calls.clear()
+        await until(lambda: engine.calls.count("/model_info") >= 3)  # looked at for changes by others
+        assert fleet.service._external["external-mine"].generation.n == 1
+        await until(lambda: router.listed() == set())
+        fleet.service._readmit("external-mine")  # as after a connection that failed
+        await until(lambda: not fleet.service.state.window_obstacle(1))
+        assert fleet.service.state.wanted_urls() == set()
+        await broadcast(fleet, engine, 2)
+        assert router.listed() == {engine.url} and told == []
+
+    run(parts, with_external(scenario, stall_s=6.0))
+
+
 def test_an_engine_or_a_router_that_is_too_old_ends_it_all_in_one_line(parts):
     async def old_engine(p, fleet):
         engine, told = await p.engine(), []
