@@ -55,6 +55,10 @@ class RewardBatches:
             return
         try:
             values = await self._call([sample for sample, _ in wanted])
+        except asyncio.CancelledError:  # by `close`, or from inside the function
+            for _, answer in wanted:
+                answer.cancel()
+            raise
         except Exception as error:
             if len(wanted) > 1:
                 await asyncio.gather(*(self._run([one]) for one in wanted))

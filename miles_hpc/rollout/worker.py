@@ -312,7 +312,19 @@ class RolloutWorker:
             )
             self._finish(run, _Kept(failed))
         except asyncio.CancelledError:
-            raise
+            if self._stopping or self._failure is not None or not self._is_running(run):
+                raise
+            # Not by us: left alone, the group would count as running for ever.
+            text = f"group {name} was cancelled from inside, by its generate or reward function"
+            failed = GroupFailed(
+                incarnation=incarnation,
+                group=name,
+                reason="generation_failed",
+                text=text,
+                reward_calls=run.reward_calls,
+            )
+            log.warning("group failed (%s): %s", failed.reason, text)
+            self._finish(run, _Kept(failed))
         except Exception as error:  # a bug here, not in the user's functions: end, and be started anew
             self._fail(error)
         else:
@@ -332,9 +344,13 @@ class RolloutWorker:
                 log.warning("no shared memory for a group of %d bytes, it is sent inline: %s", nbytes, error)
         return _Kept(done, nbytes, samples)
 
+    def _is_running(self, run: GroupRun) -> bool:
+        running = self._running.get(run.order.spec.id)
+        return running is not None and running[0] is run
+
     def _finish(self, run: GroupRun, kept: _Kept) -> None:
         name = run.order.spec.id
-        if name not in self._running or self._running[name][0] is not run:
+        if not self._is_running(run):
             # It was cancelled, and a function of the user's took no notice.
             self._release(kept)
             return

@@ -16,6 +16,8 @@ async def lengths(samples):
     calls.append([sample.response for sample in samples])
     if any(sample.response == "bad" for sample in samples):
         raise KeyError("no rule for bad")
+    if any(sample.response == "cancel" for sample in samples):
+        raise asyncio.CancelledError
     if any(sample.response == "hang" for sample in samples):
         await asyncio.sleep(60)
     if any(sample.response == "short" for sample in samples):
@@ -90,6 +92,24 @@ def test_a_sample_that_nobody_waits_for_any_more_is_not_scored():
 
     asyncio.run(asyncio.wait_for(run(), 20))
     assert calls == [["kept"]]
+
+
+def test_a_call_that_is_cancelled_from_inside_cancels_whoever_waits_for_it():
+    found = score("a", "cancel")
+    assert [type(one) for one in found] == [asyncio.CancelledError] * 2
+
+
+def test_whoever_waits_for_a_call_is_cancelled_when_the_scorer_closes():
+    async def run():
+        scorer = Scorer("m:lengths", timeout_s=10, batch_size=1, batch_wait_s=0.05)
+        waiting = asyncio.ensure_future(scorer.score(sample("hang")))
+        while not calls:  # noqa: ASYNC110 - the bound is that of the test
+            await asyncio.sleep(0)
+        await scorer.close()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_a_reward_may_name_a_category():

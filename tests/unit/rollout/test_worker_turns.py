@@ -11,7 +11,7 @@ from miles_hpc.config.schema import Config
 from miles_hpc.rollout import worker as worker_module
 from miles_hpc.rollout.data import Prompt
 from miles_hpc.rollout.sample import GroupSpec
-from miles_hpc.rollout.work_messages import GroupsDone, GroupsReceived, RunGroup, WorkWelcome, encode
+from miles_hpc.rollout.work_messages import FreeGroups, GroupsDone, GroupsReceived, RunGroup, WorkWelcome, encode
 from miles_hpc.rollout.worker import RolloutWorker
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.worker_env import WorkerEnv
@@ -117,3 +117,29 @@ def test_a_worker_that_cannot_pack_a_group_ends_with_the_error(tmp_path, monkeyp
         assert str(worker._failure) == "no room"
 
     scenario(tmp_path, monkeypatch, fill, body)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_group_that_its_function_cancels_has_failed_and_one_that_is_freed_is_gone(tmp_path, monkeypatch, samples):
+    begun = []
+
+    async def cancels(sample, context):
+        begun.append(sample.group)
+        if sample.group == "freed":
+            await asyncio.Event().wait()
+        raise asyncio.CancelledError
+
+    async def body(worker, link):
+        worker._on_message(msgspec.structs.replace(order("g1"), samples=samples))
+        await until(lambda: link.sent)
+        (failed,) = link.sent
+        assert (failed.group, failed.reason) == ("g1", "generation_failed") and "from inside" in failed.text
+        assert worker._running == {} and worker._failure is None
+        worker._on_message(order("freed"))
+        await until(lambda: "freed" in begun)
+        _, task = worker._running["freed"]
+        worker._on_message(FreeGroups(incarnation=1, groups=["freed"], reason="superseded"))
+        await asyncio.wait([task])
+        assert task.cancelled() and link.sent == [failed] and list(worker._kept) == ["g1"]
+
+    scenario(tmp_path, monkeypatch, cancels, body)
