@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class HubProcess:
         if self._slurm:
             argv.append("--slurm")
         env = procfs.worker_environ(os.environ)
-        with self._logs.opened(LOG) as (log, self._log_path):
+        with self._logs.opened(LOG, f"hub.{int(time.time())}.log") as (log, self._log_path):
             self._supervisor.spawn(self.name, Generation(0, 0), argv, env, log)
 
     @property

@@ -56,29 +56,33 @@ class LogFiles:
             self._ship_later(_Local(left, home / left.name, last=True))
 
     @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[tuple[int, Path]]:
+    def opened(self, name: str, spare: str = "") -> Iterator[tuple[int, Path]]:
         """A log that is open for appending: its descriptor, and where the file is for now.
+
+        Args:
+            spare: its name while the run directory stalls, for one that others have written to: what begins here
+                comes home as a file of its own, and would come over theirs.
 
         Raises:
             OSError: when it can be written nowhere.
         """
-        descriptor, path = self._open(name)
+        descriptor, path = self._open(name, spare or name)
         try:
             yield descriptor, path
         finally:
             os.close(descriptor)
 
-    def _open(self, name: str) -> tuple[int, Path]:
+    def _open(self, name: str, spare: str) -> tuple[int, Path]:
         target = self._home / name
         if not self._always:
             try:
                 descriptor = self._patience.do(lambda: _open(target), os.close)
             except Stalled:
-                pass
+                target = self._home / spare
             else:
                 self._far.watch(target)
                 return descriptor, target
-        here = self._local / name
+        here = self._local / target.name
         descriptor = _open(here)
         self._near.watch(here)
         self._ship_later(_Local(here, target))

@@ -4,9 +4,11 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from miles_hpc.agent.hub_process import HubProcess
 from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.patience import Patience, Stalled
 from miles_hpc.agent.worker_logs import LogKeeper
@@ -112,6 +114,23 @@ def test_while_the_run_directory_stalls_a_log_begins_here_and_comes_home_later(t
     (home / "stuck.log").unlink()
     files.close()
     assert (home / "w.log").read_text() == "hello" and (home / "x.log").read_text().endswith("back")
+
+
+def test_a_hub_that_is_started_again_during_a_stall_leaves_its_predecessor_s_log_alone(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    hanging(home / "stuck.log")
+    (home / "hub.log").write_text("the first hub's last words")
+    files = LogFiles(tmp_path / "here", home, patience=Patience(0.05))
+    say(files, "stuck.log", "")
+    supervisor = SimpleNamespace(spawn=lambda name, generation, argv, env, log: os.write(log, b"the second's"))
+    HubProcess(tmp_path, "r", 0, "n", "127.0.0.1", files, supervisor).start()
+    reader = let_go(home / "stuck.log")
+    (home / "stuck.log").unlink()
+    files.close()
+    os.close(reader)
+    assert (home / "hub.log").read_text() == "the first hub's last words"
+    assert [path.read_text() for path in home.glob("hub.*.log")] == ["the second's"]
 
 
 def test_what_a_killed_agent_has_left_here_comes_home(tmp_path):
