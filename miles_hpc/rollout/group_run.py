@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ class GroupRun:
         samples = self._samples()
         finished = await (self._alone(samples[0]) if len(samples) == 1 else self._side_by_side(samples))
         if any(sample.status == "aborted" for sample in finished):
-            raise GroupInterrupted([PartialSample.of(sample) for sample in finished])
+            raise GroupInterrupted(self._partial(finished))
         if self._group_reward:
             await self._score_group(finished)
         self._check_generations(finished)
@@ -124,6 +125,14 @@ class GroupRun:
         except (SchemaError, LengthMismatch, InvalidSample) as error:
             raise GroupError("invalid_sample", f"group {self.order.spec.id}: {error}") from error
         return packed
+
+    def _partial(self, samples: list[Sample]) -> list[PartialSample]:
+        # Several samples of one generation have one place to go on from: that generation begins anew.
+        count = Counter(sample.index for sample in samples)
+        try:
+            return [PartialSample.of(sample) for sample in samples if count[sample.index] == 1]
+        except (TypeError, ValueError) as error:  # samples that were given up are not checked
+            raise GroupError("invalid_sample", f"group {self.order.spec.id}: {error}") from error
 
     def _packed(self, sample: Sample) -> SampleArrays:
         """A sample as columns: as it was when its generation ended, with its reward."""

@@ -74,8 +74,15 @@ def status_of(code: int) -> Status:
     return "truncated" if STATUSES[code] == "truncated" else "completed"
 
 
-def partial_of(batch: RolloutBatch) -> list[PartialSample]:
-    """Finished samples as what a group can go on from; only their rewards are asked for again."""
+def partial_of(batch: RolloutBatch, *, rewards: bool) -> list[PartialSample]:
+    """Finished samples as what a group can go on from; nothing where a PartialSample cannot hold what they are.
+    Words that their rewards were sorted under are not in a batch, and are lost.
+
+    Args:
+        rewards: keep them; off where a reward function of the whole group gave them, which is asked again.
+    """
+    if batch.extra or len(np.unique(batch.sample_index)) < len(batch):
+        return []
     return [
         PartialSample(
             index=int(batch.sample_index[row]),
@@ -85,6 +92,7 @@ def partial_of(batch: RolloutBatch) -> list[PartialSample]:
             logprobs=one.logprobs.tolist(),
             versions=[(int(v), int(a), int(b)) for v, a, b in one.spans.tolist()],
             response=one.text("response", 0),
+            reward=float(batch.rewards[row]) if rewards else None,
         )
         for row in range(len(batch))
         for one in [batch.slice(row, row + 1)]
@@ -165,7 +173,9 @@ class SyncProducer(_Shared):
         rest = [name for name in (*collector.open, *collector.results, *collector.partial) if name not in used]
         partial = dict(collector.partial)
         if self._config.rollout.partial:
-            partial |= {name: partial_of(collector.results[name].batch) for name in rest if name in collector.results}
+            rewards = self._config.reward.scope != "group"
+            finished = [name for name in rest if name in collector.results]
+            partial |= {name: partial_of(collector.results[name].batch, rewards=rewards) for name in finished}
         self._give_back(
             [msgspec.structs.replace(specs[name], partial=partial.get(name, specs[name].partial)) for name in rest]
         )

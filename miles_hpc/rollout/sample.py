@@ -21,18 +21,26 @@ class PartialSample(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float] = []
     versions: list[tuple[int, int, int]] = []
     response: str = ""
+    reward: float | None = None
+    """Of a finished sample; it is not asked for again, unless its group is scored as a whole."""
+    category: str = ""
 
     @classmethod
     def of(cls, sample: Sample) -> PartialSample:
-        """The state of a sample."""
+        """The state of a sample. One with arrays of `extra`, which cannot be kept here, begins anew."""
+        if sample.extra:
+            return cls(index=sample.index, status="pending")
+        # Plain numbers: those of numpy cannot be sent.
         return cls(
             index=sample.index,
             status=sample.status,
-            token_ids=list(sample.token_ids),
-            loss_mask=list(sample.loss_mask),
-            logprobs=list(sample.logprobs),
-            versions=list(sample.versions),
+            token_ids=[int(token) for token in sample.token_ids],
+            loss_mask=[int(counts) for counts in sample.loss_mask],
+            logprobs=[float(logprob) for logprob in sample.logprobs],
+            versions=[(int(version), int(start), int(end)) for version, start, end in sample.versions],
             response=sample.response,
+            reward=None if sample.reward is None else float(sample.reward),
+            category=str(sample.category),
         )
 
     def restore(self, sample: Sample, *, mask: bool) -> None:
@@ -47,6 +55,8 @@ class PartialSample(msgspec.Struct, frozen=True, kw_only=True):
         sample.logprobs = list(self.logprobs)
         sample.versions = list(self.versions)
         sample.response = self.response
+        if sample.status != "pending":
+            sample.reward, sample.category = self.reward, self.category
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
