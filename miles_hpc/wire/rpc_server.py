@@ -172,7 +172,7 @@ class RpcServer:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             if not self._listener.socket.closed:
-                self._listener.flush()  # of the handlers that had ended: nobody else sends their answers any more
+                self._listener.flush()  # what has just been answered; it may still arrive before the connection ends
             self._listener.close()
 
     def close(self) -> None:

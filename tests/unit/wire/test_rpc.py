@@ -20,6 +20,7 @@ from miles_hpc.wire.rpc import (
     RpcUnreachable,
     SyncRpcClient,
 )
+from miles_hpc.wire.rpc_protocol import decode_to_client
 from miles_hpc.wire.security import SecurityError, create_secrets
 
 pytestmark = pytest.mark.unit
@@ -336,14 +337,24 @@ def test_a_closed_server_cancels_its_handlers(run_dir):
 
 
 def test_a_server_sends_the_answers_it_has_before_it_closes(run_dir):
+    # Whether they get through depends on who is faster, the answer or the end of the connection.
     async def body():
+        sent = []
+
         async def last(params, frames):
             server.close()
             return "done"
 
-        async with serving(run_dir, methods={"last": last}) as server:
-            async with RpcClient(server.address, run_dir, 1) as client:
-                assert await client.call("last", timeout_s=5) == "done"
+        server = RpcServer(LOCALHOST, {"last": last}, run_dir, 1)
+        calls = server._listener._calls
+        send = calls._send
+        calls._send = lambda route, frames: (sent.append(decode_to_client.decode(frames[0])), send(route, frames))
+        serve = asyncio.create_task(server.serve())
+        async with RpcClient(server.address, run_dir, 1) as client:
+            call = asyncio.create_task(client.call("last", timeout_s=50))
+            await serve
+            call.cancel()
+        assert [bytes(each.value) for message in sent[1:] for each in message.answers] == [b"\xa4done"]
 
     run(body)
 
