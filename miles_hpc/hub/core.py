@@ -16,7 +16,7 @@ from miles_hpc.hub.standing import StandingState
 from miles_hpc.hub.summary import Seconds, merged_summary
 from miles_hpc.specs.base import CommandWorkerSpec
 from miles_hpc.wire.ids import Generation, cell_id, node_id, worker_id
-from miles_hpc.wire.messages import Done, Failed, FromHub, Gpu, RestartCell, StartWorker, StopCell
+from miles_hpc.wire.messages import Done, Failed, FromHub, Gpu, RestartCell, StartWorker, StopCell, WorkerState
 
 if TYPE_CHECKING:
     from miles_hpc.hub.drain import Drain
@@ -26,6 +26,8 @@ WRITE_PATIENCE_S = 3.0
 """A verdict that is not durable after this time no longer holds up the end of the processes."""
 LEAVE_SLACK_S = 5.0
 """Added to the longest stop grace: until then every agent should have said goodbye."""
+FENCE_SLACK_S = 5.0
+"""Added to `timing.fence` before a node that was not heard counts as rid of its stateful workers."""
 
 
 NEVER_STARTED = Generation(0, 0)
@@ -105,6 +107,16 @@ class Node(msgspec.Struct):
     """GPU slot -> the worker that occupies it until it is confirmed gone."""
     strays: dict[str, Generation] = msgspec.field(default_factory=dict)
     """Workers that this node runs, or may still run, although they are not wanted there."""
+
+    def add_stray(self, row: WorkerState) -> None:
+        """A worker that is not wanted here has its GPUs until its end is confirmed, unless they were given away."""
+        before = self.strays.get(row.worker)
+        if before is not None and before != row.generation:
+            self.release(row.worker, before)
+        self.strays[row.worker] = row.generation
+        for slot, gpu in enumerate(self.gpus):
+            if gpu.uuid in row.gpu_uuids:
+                self.gpu_holders.setdefault(slot, (row.worker, row.generation))
 
     def release(self, worker: str, generation: Generation) -> None:
         for slot in [slot for slot, holder in self.gpu_holders.items() if holder == (worker, generation)]:

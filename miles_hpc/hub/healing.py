@@ -7,7 +7,7 @@ from collections import deque
 import msgspec
 
 from miles_hpc.hub.actions import Outcome
-from miles_hpc.hub.core import Cell, Core, Failure, Phase
+from miles_hpc.hub.core import FENCE_SLACK_S, Cell, Core, Failure, Phase
 from miles_hpc.hub.drain import UNCOMMITTED
 from miles_hpc.wire.messages import FinishRun
 
@@ -119,10 +119,26 @@ def _spend(core: Core, deaths: deque[float], name: str, ending: Ending) -> float
 
 
 def may_start(core: Core, cell: Cell) -> bool:
-    """A group starts when all of it is gone, and no failure waits for its explanation."""
-    if not cell.spec.group:
-        return True
-    return core.failure is None and not any(member.phase is Phase.STOPPING for member in group_of(core, cell))
+    """A group starts when all of it is gone, and no failure waits for its explanation. A stateful cell also waits for
+    the confirmed end of its strays, on whatever node: a second copy must not run beside the first.
+    """
+    members = group_of(core, cell)
+    if cell.spec.group and (core.failure is not None or any(member.phase is Phase.STOPPING for member in members)):
+        return False
+    stateful = {member.id for member in members if member.spec.state == "stateful"}
+    return not (stateful and _may_still_run(core, stateful))
+
+
+def _may_still_run(core: Core, cells: set[str]) -> bool:
+    """Whether a stray of these cells is neither confirmed gone nor fenced."""
+    patience = core.timing.fence + FENCE_SLACK_S
+    for node in core.nodes.values():
+        if not node.strays or node.left or node.down:
+            continue
+        fenced = node.condition == "dead" and core.now - node.last_heard > patience
+        if not fenced and any(stray.rpartition("-")[0] in cells for stray in node.strays):
+            return True
+    return False
 
 
 def on_finish(core: Core, cell_id: str, message: FinishRun) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Collection
 
 from miles_hpc.hub import elastic, lifecycle, recovery, standing
 from miles_hpc.hub.actions import EXIT_CODES
-from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
+from miles_hpc.hub.core import FENCE_SLACK_S, Cell, Core, Node, Phase, Worker
 from miles_hpc.hub.healing import Ending
-from miles_hpc.hub.recovery import FENCE_SLACK_S
 from miles_hpc.wire.ids import Generation, node_id
 from miles_hpc.wire.messages import AgentHello, Refused, Shutdown, StopWorker, Welcome, WorkerState
 
@@ -202,7 +201,7 @@ def _reconcile(core: Core, node: Node, rows: list[WorkerState], *, after_hello: 
         listed[row.worker] = row.generation
         found = core.find(row.worker, row.generation, node.id)
         if found is None:
-            node.strays[row.worker] = row.generation
+            node.add_stray(row)
             core.note("stray_worker", "warning", node=node.id, worker=row.worker, generation=str(row.generation))
             core.send_node(node.id, StopWorker(worker=row.worker, generation=row.generation, reason="not wanted here"))
         else:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from miles_hpc.hub import lifecycle
-from miles_hpc.hub.core import Cell, Core, Node, Phase, Worker
+from miles_hpc.hub.core import FENCE_SLACK_S, Cell, Core, Node, Phase, Worker
 from miles_hpc.hub.healing import Ending, group_of
 from miles_hpc.wire.ids import Generation, node_id, parse_worker_id
 from miles_hpc.wire.messages import ClientHello, FullTable, StopWorker, WorkerExited, WorkerReady, WorkerState
-
-FENCE_SLACK_S = 5.0
-"""Added to `timing.fence` before a node that was not heard counts as rid of its stateful workers."""
 
 _Found = dict[int, tuple[Node, WorkerState]]
 """Worker index -> where it runs."""
@@ -167,12 +164,13 @@ def adopt(core: Core, cell: Cell, generation: Generation, found: _Found) -> None
 
 
 def _stop_the_rest(core: Core, recovery: Recovery) -> None:
-    """What is no part of an adopted cell is stopped; until its end is confirmed its cell is not placed there."""
+    """What is no part of an adopted cell is stopped; until its end is confirmed its cell is not placed there, and a
+    stateful one nowhere."""
     for node_name, rows in recovery.tables.items():
         node = core.nodes[node_name]
         for row in rows.values():
             if core.find(row.worker, row.generation, node.id) is None:
-                node.strays[row.worker] = row.generation
+                node.add_stray(row)
                 core.note("stray_worker", "warning", node=node.id, worker=row.worker, generation=str(row.generation))
                 core.send_node(
                     node.id,

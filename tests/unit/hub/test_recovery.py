@@ -5,6 +5,7 @@ import pytest
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.hub.actions import Send, Tick, VerdictWritten
 from miles_hpc.hub.journal import Journal, restore, take
+from miles_hpc.hub.site import SiteSeen
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     CancelRun,
@@ -16,6 +17,7 @@ from miles_hpc.wire.messages import (
     DrainRun,
     Failed,
     GetCells,
+    Goodbye,
     HoldCells,
     PoolAddrs,
     Progress,
@@ -227,6 +229,119 @@ def test_a_node_that_comes_late_stops_what_was_replaced_and_frees_what_was_held(
     assert set(f.phases().values()) == {"ready"}
     running = [row for agent in f.agents for row in agent.table]
     assert len(running) == len(set(running)) == 3
+
+
+def beat(f, index, seconds):
+    """An agent whose workers take their time to end: it is heard, and lists them, while its orders wait."""
+    for _ in range(int(seconds)):
+        f.pass_time(1)
+        f.table(index)
+        f.settle()
+
+
+def late_with_a_stateful_worker(fleet, pool, **more):
+    f = fleet(pool("engine"), pool("driver", state="stateful", avoid_hub_node=True, **more), nodes=2)
+    assert f.cell("driver-00000").workers[0].node == "node-00001"
+    f.agents[1].silent = True
+    f.next_hub()
+    f.join(0)
+    f.pass_time(f.timing.dead + 2)
+    f.join(1)
+    f.settle()
+    return f
+
+
+@pytest.mark.parametrize("more", [{}, {"group": "training"}])
+def test_a_stateful_cell_waits_until_its_worker_on_a_node_that_comes_late_has_ended(fleet, pool, more):
+    f = late_with_a_stateful_worker(fleet, pool, **more)
+    beat(f, 1, 2 * f.timing.fence)
+    assert f.phases()["driver-00000"] == "waiting" and "driver-00000-00000" in f.agents[1].table
+    f.resume(1)
+    f.pass_time(2)
+    assert f.phases()["driver-00000"] == "ready" and not f.verdicts
+
+
+def test_a_stateful_cell_does_not_wait_for_a_worker_that_is_fenced(fleet, pool):
+    f = late_with_a_stateful_worker(fleet, pool)
+    f.pass_time(f.timing.fence)
+    assert f.phases()["driver-00000"] == "waiting"
+    f.pass_time(6)
+    assert f.phases()["driver-00000"] == "ready" and f.cell("driver-00000").workers[0].node == "node-00000"
+
+
+def test_a_stateful_cell_does_not_wait_for_a_worker_on_a_node_that_left(fleet, pool):
+    f = late_with_a_stateful_worker(fleet, pool)
+    f.pass_time(1)
+    assert f.phases()["driver-00000"] == "waiting"
+    f.receive(f.agents[1].peer, Goodbye(reason="told to"))
+    f.pass_time(1)
+    assert f.phases()["driver-00000"] == "ready"
+
+
+def test_a_stateful_cell_does_not_wait_for_a_worker_on_a_node_that_is_down(fleet, pool):
+    f = late_with_a_stateful_worker(fleet, pool)
+    f.pass_time(f.timing.dead + 2)
+    assert f.phases()["driver-00000"] == "waiting"
+    f.apply(SiteSeen(down_hosts=frozenset({"host1"})))
+    f.pass_time(1)
+    assert f.phases()["driver-00000"] == "ready"
+
+
+def test_a_stateful_cell_waits_no_longer_than_the_fence_for_a_node_that_left_while_the_tables_came_in(fleet, pool):
+    f = fleet(pool("driver", state="stateful", avoid_hub_node=True), nodes=2)
+    f.next_hub()
+    f.join(1)
+    f.receive(f.agents[1].peer, Goodbye(reason="told to"))
+    f.agents[1].silent = True
+    f.join(0)
+    f.pass_time(f.timing.fence + 7)
+    assert f.phases()["driver-00000"] == "ready"
+
+
+def test_a_stateful_cell_whose_worker_was_ending_when_the_hub_took_over_waits_for_what_is_left_of_it(fleet, pool):
+    f = fleet(pool("driver", state="stateful", avoid_hub_node=True), nodes=2)
+    f.next_hub()
+    f.join(1)
+    ended = WorkerExited(worker="driver-00000-00000", generation=Generation(1, 1), exit_code=1, gone=False)
+    f.receive(f.agents[1].peer, ended)
+    f.agents[1].silent = True
+    f.join(0)
+    beat(f, 1, 20)
+    assert f.phases()["driver-00000"] == "waiting"
+    f.resume(1)
+    f.pass_time(2)
+    assert f.phases()["driver-00000"] == "ready"
+
+
+def test_gpus_of_workers_that_were_ending_when_the_hub_took_over_are_given_to_nobody_before_they_are_gone(fleet, pool):
+    f = fleet(pool("engine", num_cells=2, num_gpus_per_worker=1), nodes=2, gpus=1)
+    f.next_hub()
+    for agent in f.agents:
+        f.join(agent.index)
+        (row,) = agent.table.values()
+        f.receive(agent.peer, WorkerExited(worker=row.worker, generation=row.generation, exit_code=1, gone=False))
+        agent.silent = True
+    f.pass_time(2)
+    assert set(f.phases().values()) == {"waiting"}
+    f.resume(0)
+    f.resume(1)
+    f.pass_time(12)
+    assert set(f.phases().values()) == {"ready"}
+
+
+def test_gpus_of_a_worker_that_was_replaced_are_taken_until_it_is_gone(fleet, pool):
+    f = fleet(pool("engine", num_gpus_per_worker=1), nodes=2, gpus=1)
+    f.agents[0].silent = True
+    f.next_hub()
+    f.join(1)
+    f.pass_time(f.timing.dead + 2)
+    assert f.cell("engine-00000").workers[0].node == "node-00001"
+    f.join(0)
+    node = f.core.nodes["node-00000"]
+    assert node.gpu_holders == {0: ("engine-00000-00000", Generation(1, 1))}
+    f.resume(0)
+    f.settle()
+    assert not node.gpu_holders and not node.strays
 
 
 def test_an_agent_that_was_started_anew_has_an_empty_table_and_gets_everything_again(fleet, pool):
