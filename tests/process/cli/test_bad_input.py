@@ -182,10 +182,18 @@ def test_a_busy_router_port_is_refused_with_its_holder(workplace):
 
 
 def test_the_port_of_a_later_session_server_is_looked_at_too(workplace):
-    with socket.socket() as listener:
+    while True:
+        listener, before = socket.socket(), socket.socket()
         listener.bind(("0.0.0.0", 0))
-        listener.listen()
         port = listener.getsockname()[1]
+        with before:
+            try:
+                before.bind(("0.0.0.0", port - 1))
+                break
+            except OSError:  # somebody else's: it would be named in place of the later one
+                listener.close()
+    with listener:
+        listener.listen()
         done = workplace.run("--set", f"session.port={port - 1}")
     refused(workplace, done, ["--set: session.port", f"port {port} is in use"])
 
