@@ -142,26 +142,14 @@ def test_a_stop_whose_grace_is_cut_tells_nothing(node, monkeypatch):
     engine.close()
 
 
-def test_a_stop_that_may_not_wait_ends_a_farewell(node, monkeypatch):
+@pytest.mark.parametrize("grace", [0.0, 2.0])
+def test_a_stop_with_a_shorter_grace_ends_a_farewell(node, monkeypatch, grace):
     engine = Engine(silent=True)
     told(monkeypatch, engine)
     node.table.on_finding(Finding(W, g(1), "ready"))
     node.table.on_stop(StopWorker(worker=W, generation=g(1), reason="why"))
-    node.table.stop_all("now", 0.0)
-    assert node.supervisor.stopped == [(W, "stopped", "now", 0.0)]
-    node.now += FAREWELL_S
-    node.table.advance()
-    assert len(node.supervisor.stopped) == 1
-    engine.close()
-
-
-def test_a_stop_with_a_shorter_grace_ends_a_farewell(node, monkeypatch):
-    engine = Engine(silent=True)
-    told(monkeypatch, engine)
-    node.table.on_finding(Finding(W, g(1), "ready"))
-    node.table.on_stop(StopWorker(worker=W, generation=g(1), reason="why"))
-    node.table.stop_all("the job ends", 2.0)
-    assert node.supervisor.stopped == [(W, "stopped", "the job ends", 2.0)]
+    node.table.stop_all("now", grace)
+    assert node.supervisor.stopped == [(W, "stopped", "now", grace)]
     node.now += FAREWELL_S
     node.table.advance()
     assert len(node.supervisor.stopped) == 1
