@@ -21,6 +21,9 @@ from miles_hpc.wire.sockets import HubError
 
 T = TypeVar("T")
 PATIENCE_S = 90.0
+# A third of a second a step at the least, on any machine: a run must still be there when it is hurt. Tests may set another.
+PACE_KEY = "inference.fake_token_ms"
+PACE = f"{PACE_KEY}=60"
 
 
 def wait_for(condition: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S) -> T:
@@ -177,13 +180,13 @@ class WholeRun:
 class SmokeRun(WholeRun):
     """One `miles-hpc run smoke`, in a process of its own; with `resume` the next attempt of one that has ended.
 
-    `files` are laid over smoke.
+    `files` are laid over smoke. A run keeps a pace unless `sets` name their own.
     """
 
     def __init__(self, run_dir: Path, *sets: str, resume: bool = False, files: tuple[str, ...] = ()) -> None:
         super().__init__(run_dir)
         words = [sys.executable, "-m", "miles_hpc.cli", "run", "smoke", *files, "--run-dir", str(run_dir)]
-        for text in sets:
+        for text in (PACE, *sets):
             words += ["--set", text]
         words += ["--resume"] if resume else []
         self.output = run_dir.with_suffix(".out")
@@ -237,9 +240,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
     known: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
 
     def ledger(*settings: str) -> list[tuple[Any, ...]]:
-        sets = tuple(text for text in settings if not text.startswith("inference.fake_token_ms="))
+        sets = tuple(text for text in settings if not text.startswith(f"{PACE_KEY}="))
         if sets not in known:
-            run = SmokeRun(tmp_path_factory.mktemp("undisturbed") / "run", *sets)
+            run = SmokeRun(tmp_path_factory.mktemp("undisturbed") / "run", *sets, f"{PACE_KEY}=0")
             try:
                 assert run.end()["outcome"] == "finished", run.tail()
                 known[sets] = run.ledger()

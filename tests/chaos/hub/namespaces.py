@@ -19,7 +19,7 @@ from miles_hpc.launch.attempts import claim_attempt
 from miles_hpc.wire.ids import node_id
 from miles_hpc.wire.security import create_secrets
 
-from ..conftest import WholeRun, wait_for
+from ..conftest import PACE, WholeRun, wait_for
 
 WARDEN = Path(procfs.__file__).with_name("warden.py")
 
@@ -70,12 +70,12 @@ class Namespaces:
 
 
 class SpreadRun(WholeRun):
-    """`smoke` on nodes that are namespaces and share one run directory."""
+    """`smoke` on nodes that are namespaces and share one run directory; it keeps a pace unless `sets` name their own."""
 
     def __init__(self, run_dir: Path, nodes: int, *sets: str) -> None:
         super().__init__(run_dir)
         run_dir.mkdir(parents=True)
-        config = with_model(load(["smoke"], [f"cluster.local_nodes={nodes}", *sets]), run_dir)
+        config = with_model(load(["smoke"], [f"cluster.local_nodes={nodes}", PACE, *sets]), run_dir)
         make_model_in(config, run_dir)
         attempt = claim_attempt(run_dir)
         create_secrets(run_dir, attempt.number)
