@@ -21,7 +21,7 @@ from miles_hpc.wire.sockets import HubError
 
 T = TypeVar("T")
 PATIENCE_S = 90.0
-# A third of a second a step at the least, on any machine: a run must still be there when it is hurt. Tests may set another.
+# A third of a second a step at the least, on any machine: a run must still be there when it is hurt.
 PACE_KEY = "inference.fake_token_ms"
 PACE = f"{PACE_KEY}=60"
 

@@ -70,7 +70,7 @@ class Namespaces:
 
 
 class SpreadRun(WholeRun):
-    """`smoke` on nodes that are namespaces and share one run directory; it keeps a pace unless `sets` name their own."""
+    """`smoke` on nodes that are namespaces and share one run directory; paced unless `sets` name a pace."""
 
     def __init__(self, run_dir: Path, nodes: int, *sets: str) -> None:
         super().__init__(run_dir)
