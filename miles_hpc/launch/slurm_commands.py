@@ -17,6 +17,8 @@ PATIENCE_S = 20.0
 _FIELDS = ("JobID", "State", "RestartCnt", "EndTime", "BatchHost", "Reason")
 _SCRUBBED = ("SLURM_", "SBATCH_", "PMI_", "PMIX_", "PMI2_")
 _KEPT = ("SLURM_CONF",)
+# A user's own defaults for these commands: filters that would hide a job, formats, a question before a cancel.
+_DEFAULTS = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 
 
 class SlurmError(Exception):
@@ -49,8 +51,14 @@ def scrubbed(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def call(argv: Sequence[str], *, timeout_s: float = PATIENCE_S, environ: Mapping[str, str] | None = None) -> str:
-    """Run one command and return its output.
+def plain(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """An environment in which Slurm's commands do what their options say, and print times as `moment` reads them."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_DEFAULTS)}
+    return {**kept, "SLURM_TIME_FORMAT": "standard"}
+
+
+def call(argv: Sequence[str], *, timeout_s: float = PATIENCE_S) -> str:
+    """Run one command, without the user's own defaults for it, and return its output.
 
     Raises:
         SlurmMissing: when it is not installed.
@@ -64,7 +72,7 @@ def call(argv: Sequence[str], *, timeout_s: float = PATIENCE_S, environ: Mapping
             text=True,
             errors="replace",
             timeout=timeout_s,
-            env=None if environ is None else dict(environ),
+            env=plain(),
             check=False,
         )
     except FileNotFoundError as error:

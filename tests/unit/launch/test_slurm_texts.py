@@ -9,7 +9,7 @@ from miles_hpc.config.errors import ConfigError, ConflictError
 from miles_hpc.config.load import load
 from miles_hpc.config.schema import ContainerConfig, SlurmConfig
 from miles_hpc.launch import slurm_options, submission
-from miles_hpc.launch.slurm_commands import moment, scrubbed, seconds_of
+from miles_hpc.launch.slurm_commands import call, moment, scrubbed, seconds_of, squeue
 
 pytestmark = pytest.mark.unit
 
@@ -159,3 +159,20 @@ def test_times_and_settings_as_slurm_prints_them():
     assert moment("N/A") is None and moment("Unknown") is None
     assert moment("2026-01-02T03:04:05") is not None
     assert (seconds_of("30 sec", 5), seconds_of("", 5)) == (30, 5)
+
+
+def test_a_user_s_own_defaults_for_slurm_s_commands_do_not_reach_those_of_a_run(tmp_path, monkeypatch):
+    # Filters would hide the job, another format its end time, and a question would be answered by nobody.
+    (tmp_path / "bin" / "squeue").write_text(
+        '#!/bin/sh\n[ -z "$SQUEUE_PARTITION" ] || exit 0\n'
+        '[ "$SLURM_TIME_FORMAT" = relative ] && end="Today 15:00" || end=2026-01-02T03:04:05\n'
+        'echo "7|RUNNING|0|$end|node1|None|"\n'
+    )
+    (tmp_path / "bin" / "scancel").write_text('#!/bin/sh\n[ -z "$SCANCEL_INTERACTIVE" ] && echo "$SLURM_CLUSTERS"\n')
+    for name in ("squeue", "scancel"):
+        (tmp_path / "bin" / name).chmod(0o755)
+    for name, value in (("SQUEUE_PARTITION", "debug"), ("SLURM_TIME_FORMAT", "relative"),
+                        ("SCANCEL_INTERACTIVE", "1"), ("SLURM_CLUSTERS", "second")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert squeue(["7"])["7"].end == moment("2026-01-02T03:04:05")
+    assert call(["scancel", "7"]) == "second\n", "which cluster is meant stays"
