@@ -26,12 +26,13 @@ from miles_hpc.launch.submitit_task import NodeTask
 SUBMITTED = "submitted.toml"
 """The config as it was submitted: what the nodes read, however the user's files change while the job waits."""
 _HOPELESS = (
-    "AccountNotAllowed", "AccountingPolicy", "AssocGrpGRES", "AssocMaxGRESPerJob", "AssocMaxNodePerJobLimit",
-    "AssocMaxWallDurationPerJobLimit", "BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionConfig",
-    "PartitionNodeLimit", "PartitionTimeLimit", "QOSMaxGRESPerJob", "QOSMaxNodePerJobLimit", "QOSNotAllowed",
-    "QOSMaxWallDurationPerJobLimit", "ReqNodeNotAvail", "ReservationDeleted",
+    "AccountNotAllowed", "AssocMaxGRESPerJob", "AssocMaxNodePerJobLimit", "AssocMaxWallDurationPerJobLimit",
+    "BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionConfig", "PartitionTimeLimit", "QOSMaxGRESPerJob",
+    "QOSMaxNodePerJobLimit", "QOSNotAllowed", "QOSMaxWallDurationPerJobLimit", "ReservationDeleted",
 )  # fmt: skip
-"""Reasons of a pending job that no waiting cures."""
+"""Reasons of a pending job that no waiting cures. Not among them: what other jobs of the account use up (AssocGrp…),
+nodes that are down or reserved for now (ReqNodeNotAvail, and PartitionNodeLimit as well), and AccountingPolicy, which
+stands for reasons without a name of their own."""
 # Types of file systems that exist on one machine only, whatever is mounted where.
 _PRIVATE_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "proc", "sysfs")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")

@@ -176,3 +176,21 @@ def test_a_user_s_own_defaults_for_slurm_s_commands_do_not_reach_those_of_a_run(
         monkeypatch.setenv(name, value)
     assert squeue(["7"])["7"].end == moment("2026-01-02T03:04:05")
     assert call(["scancel", "7"]) == "second\n", "which cluster is meant stays"
+
+
+@pytest.mark.parametrize(
+    ("reason", "taken_back"),
+    [("PartitionTimeLimit", True), ("QOSMaxNodePerJobLimit", True), ("Priority", False), ("AssocGrpGRES", False),
+     ("ReqNodeNotAvail", False), ("PartitionNodeLimit", False), ("AccountingPolicy", False)],
+)  # fmt: skip
+def test_only_a_job_that_no_waiting_helps_is_taken_back(tmp_path, reason, taken_back):
+    said = shlex.quote(str(tmp_path / "said"))
+    for name, text in (("squeue", f"echo '7|PENDING|0|N/A|n/a|{reason}|'"), ("scancel", f'echo "$@" >{said}')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    if taken_back:
+        with pytest.raises(ConfigError, match=f"would never start the job \\({reason}\\)"):
+            submission._refuse_hopeless("7")
+    else:
+        submission._refuse_hopeless("7")
+    assert (tmp_path / "said").exists() is taken_back
