@@ -256,12 +256,13 @@ def _ports(config: Config) -> Found:
 
 
 def _nodes(config: Config) -> Found:
-    cluster = config.cluster
-    if cluster.spare_nodes >= cluster.local_nodes:
+    cluster, in_a_job = config.cluster, config.slurm.nodes
+    # The same file may be run on this machine and as a job: what fits one of them is right.
+    if cluster.spare_nodes >= max(cluster.local_nodes, in_a_job):
         yield (
-            ("cluster.spare_nodes", "cluster.local_nodes"),
-            f"cluster.spare_nodes = {cluster.spare_nodes} leaves none of cluster.local_nodes = {cluster.local_nodes} "
-            "to work: lower the one or raise the other",
+            ("cluster.spare_nodes", "cluster.local_nodes", "slurm.nodes"),
+            f"cluster.spare_nodes = {cluster.spare_nodes} leaves no node to work (cluster.local_nodes = "
+            f"{cluster.local_nodes}, slurm.nodes = {in_a_job}): lower it, or raise the number of nodes",
         )
 
 

@@ -155,7 +155,8 @@ CONFLICTS = [
     ),
     (["network.port_range=[30000, 20000]"], ("network.port_range",), "widen"),
     (["network.subnet=ten"], ("network.subnet",), "CIDR"),
-    (["cluster.spare_nodes=1"], ("cluster.spare_nodes", "cluster.local_nodes"), "lower the one"),
+    (["cluster.spare_nodes=1"], ("cluster.spare_nodes", "cluster.local_nodes", "slurm.nodes"), "lower it"),
+    (["cluster.spare_nodes=4", "slurm.nodes=4"], ("cluster.spare_nodes", "slurm.nodes"), "raise the number"),
     (["runtimes.rooter.python=/p"], ("runtimes.rooter",), "did you mean runtimes.router?"),
     (["reward.function=sum"], ("reward.function",), "module:name"),
     (["train.trainer=tourch"], ("train.trainer",), 'did you mean "torch"?'),
@@ -186,6 +187,11 @@ def test_check_raises_the_first_conflict_with_its_keys():
 def test_groups_of_one_and_greedy_samples_are_fine_where_nothing_is_learned():
     check(load([], [*GOOD, "rollout.samples_per_prompt=1", "train.learning_rate=0"]))
     check(load([], [*GOOD, "rollout.temperature=0", "train.trainer=hash"]))
+
+
+def test_spare_nodes_are_counted_against_the_nodes_of_a_job_as_well_as_those_of_this_machine():
+    check(load([], [*GOOD, "cluster.spare_nodes=1", "slurm.nodes=4"]))
+    check(load([], [*GOOD, "cluster.spare_nodes=1", "cluster.local_nodes=2"]))
 
 
 def test_slices_of_one_file_that_do_not_overlap_are_fine():
