@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -153,12 +154,13 @@ def _parse_set(text: str) -> dict[str, Any]:
 
 
 def _toml_value(text: str) -> Any:
-    """A TOML value; what is not one is taken as a bare text."""
+    """A TOML value; what is not one is taken as a bare text, and so are times, which no setting is: 04:00:00."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return parsed["value"] if len(parsed) == 1 else text
+    value = parsed["value"]
+    return text if len(parsed) > 1 or isinstance(value, datetime.date | datetime.time) else value
 
 
 def _take(given: dict[str, Any], merged: dict[str, Any], origins: dict[str, str], origin: str, base: Path) -> None:
@@ -271,8 +273,14 @@ def absolute(path: str, base: Path) -> str:
 
 
 def _uses_own_code(merged: dict[str, Any]) -> bool:
-    named = (("reward", "function"), ("rollout", "generate"), ("train", "trainer"))
-    return any(":" in str(merged.get(table, {}).get(key, "")) for table, key in named)
+    """Whether some setting names a function or class of the user's own, as `module:name`."""
+    settings = (
+        ("reward", "function"), ("rollout", "generate"), ("rollout", "tools"), ("data", "source"), ("train", "trainer"),
+    )  # fmt: skip
+    named = [merged.get(table, {}).get(key) for table, key in settings]
+    named += merged.get("rollout", {}).get("filters", [])
+    named += [one.get("generate") for one in merged.get("eval", {}).get("datasets", {}).values()]
+    return any(":" in str(one) for one in named)
 
 
 def _without_none(value: Any) -> Any:

@@ -159,6 +159,22 @@ def test_own_code_beside_the_run_file_is_found_only_where_a_dotted_path_is_used(
     assert load([file], ["reward.function=exact_match"]).python_path == [str(tmp_path / "a" / "lib")]
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["reward.function = 'mine:f'", "rollout.generate = 'mine:f'", "rollout.tools = 'mine:f'", "data.source = 'mine:f'",
+     "rollout.filters = ['no_aborted', 'mine:f']", "train.trainer = 'mine:T'",
+     "eval.datasets.hard = {data = 'h.jsonl', generate = 'mine:f'}"],
+)  # fmt: skip
+def test_every_setting_that_takes_a_dotted_path_finds_code_beside_the_run_file(tmp_path, setting):
+    assert str(tmp_path) in load([write(tmp_path / "run.toml", setting + "\n")]).python_path
+    assert load([write(tmp_path / "run.toml", "rollout.filters = ['no_aborted']\n")]).python_path == []
+
+
+@pytest.mark.parametrize("text", ["04:00:00", "12:30:00", "2026-12-01", "2026-12-01T03:04:05"])
+def test_a_set_value_that_toml_reads_as_a_time_is_a_text(text):
+    assert load([], [f"slurm.time={text}"]).slurm.time == text
+
+
 def test_a_resolved_config_reads_back_as_it_was(tmp_path):
     config = load(
         [], ["model.make.layers=3", "network.port_range=[20000,21000]", "runtimes.engine.env.A=1", "name='ü'"]
