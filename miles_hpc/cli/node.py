@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +20,7 @@ import msgspec
 from miles_hpc.cli.exits import BAD_INPUT, FAILED, one_line
 from miles_hpc.cli.parsing import Parser, add_files
 from miles_hpc.config.errors import ConfigError
-from miles_hpc.launch.allocation import NotInAllocation, Task
+from miles_hpc.launch.allocation import JobKey, NotInAllocation, Task
 from miles_hpc.launch.attempts import AttemptError
 from miles_hpc.launch.preparation import PreparationTimeout, Prepared, say_prepared, wait_prepared, wait_shared
 from miles_hpc.wire.program import setup_logging
@@ -98,6 +99,11 @@ def _prepare_and_say(arguments: argparse.Namespace, run_dir: Path, task: Task) -
         text = f"{run_dir} could not be prepared: {one_line(error)}"
         _fail(text)
         prepared = Prepared(error=text, exit_code=FAILED)
+    except Exception as error:  # whatever it is, the other nodes must not wait for this one
+        traceback.print_exc()
+        text = f"{run_dir} could not be prepared: {type(error).__name__}: {one_line(error)}"
+        _fail(text)
+        prepared = Prepared(error=text, exit_code=FAILED)
     try:
         say_prepared(run_dir, task.job, task.step, prepared)
         if prepared.error:
@@ -125,7 +131,7 @@ def prepare(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepare
     from miles_hpc.launch.attempts import claim_attempt, register
     from miles_hpc.wire.security import create_secrets
 
-    requeued = task.job.restart > 0 and holds_attempts(run_dir)
+    requeued = is_requeued(run_dir, task.job)
     arguments.resume = resume = arguments.resume or requeued
     if requeued and (run_dir / RESOLVED).is_file():
         # What the first attempt has read, however the user's files look by now.
@@ -150,11 +156,14 @@ def prepare(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepare
     return Prepared(run_id=attempt.run_id, attempt=attempt.number)
 
 
-def holds_attempts(run_dir: Path) -> bool:
-    """Whether an attempt was ever claimed there."""
+def is_requeued(run_dir: Path, job: JobKey) -> bool:
+    """Whether an earlier start of this very job has begun an attempt there, which this one is to continue.
+
+    Attempts of other jobs do not count: a start that was lost before it began one is made up for as it was ordered.
+    """
     from miles_hpc.launch.attempts import read_attempts
 
-    return bool(read_attempts(run_dir))
+    return job.restart > 0 and any(attempt.job_id == job.job_id for attempt in read_attempts(run_dir))
 
 
 def become_warden(run_dir: Path, task: Task, prepared: Prepared, index: int, *, guest: bool = False) -> NoReturn:

@@ -18,6 +18,7 @@ from miles_hpc.config.check import check
 from miles_hpc.config.errors import ConfigError, ConflictError
 from miles_hpc.config.load import Loaded, load_with_origins
 from miles_hpc.config.schema import Config
+from miles_hpc.launch.attempts import holds_run
 from miles_hpc.specs.models import served_models
 from miles_hpc.specs.runtime import own_env, python_of
 from miles_hpc.wire.security import SecurityError, read_engine_key
@@ -347,10 +348,10 @@ def claim_run_dir(run_dir: Path, *, resume: bool) -> bool:
         ConfigError: when it cannot be written, holds something else, or holds a run and `resume` is off.
     """
     start = f"--run-dir {str(run_dir)!r}"
-    holds_run = (run_dir / "attempts").is_dir()
-    if holds_run and not resume:
+    found = holds_run(run_dir)
+    if found and not resume:
         raise ConfigError(f"{start}: holds a run already: add --resume to continue it, or choose another directory")
-    if resume and not holds_run:
+    if resume and not found:
         raise ConfigError(f"{start}: holds no run to resume: drop --resume, or name the directory of a run")
     made = not run_dir.is_dir()
     try:

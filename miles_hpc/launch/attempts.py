@@ -73,6 +73,14 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
     return found
 
 
+def holds_run(run_dir: Path) -> bool:
+    """Whether an attempt was ever claimed there; what a refused start of a job leaves behind is no run."""
+    try:
+        return any(_NAME.fullmatch(path.name) for path in attempts_dir(run_dir).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def is_live(attempt: Attempt) -> bool:
     """Whether the process that claimed an attempt still runs. Only its own host can tell; elsewhere: no."""
     if attempt.host != socket.gethostname() or (attempt.boot and attempt.boot != boot_id()):

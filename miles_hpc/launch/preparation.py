@@ -87,8 +87,8 @@ def wait_prepared(run_dir: Path, job: JobKey, step: str, timeout_s: float) -> Pr
             # Listed, since NFS may remember for seconds that a name did not exist.
             if path.name in os.listdir(path.parent):  # noqa: PTH208
                 return msgspec.json.decode(path.read_bytes(), type=Prepared)
-        except FileNotFoundError:
-            pass
+        except OSError:
+            pass  # not there yet, or a shared file system has lost hold of it for a moment (ESTALE)
         now = time.monotonic()
         if now - started >= timeout_s:
             raise PreparationTimeout(

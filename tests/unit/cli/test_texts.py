@@ -14,7 +14,9 @@ from miles_hpc.cli.source import find_run
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.load import load
 from miles_hpc.config.schema import Config
+from miles_hpc.launch.allocation import JobKey
 from miles_hpc.launch.attempts import claim_attempt, register
+from miles_hpc.launch.preparation import Prepared, say_prepared
 
 pytestmark = pytest.mark.unit
 
@@ -81,10 +83,17 @@ def test_a_run_directory_is_named_after_the_run_and_never_twice(tmp_path, monkey
 def test_a_claimed_run_directory_is_made_and_an_existing_run_needs_resume(tmp_path):
     assert claim_run_dir(tmp_path / "a" / "b", resume=False)
     assert not claim_run_dir(tmp_path / "a" / "b", resume=False)
-    (tmp_path / "a" / "b" / "attempts").mkdir()
-    with pytest.raises(ConfigError, match="--resume"):
+    claim_attempt(tmp_path / "a" / "b")
+    with pytest.raises(ConfigError, match="holds a run already: add --resume"):
         claim_run_dir(tmp_path / "a" / "b", resume=False)
     assert not claim_run_dir(tmp_path / "a" / "b", resume=True)
+
+
+def test_what_a_refused_job_has_left_is_no_run(tmp_path):
+    say_prepared(tmp_path, JobKey(job_id="7"), "0", Prepared(error="a bad key", exit_code=2))
+    assert not claim_run_dir(tmp_path, resume=False)
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        claim_run_dir(tmp_path, resume=True)
 
 
 def test_a_run_is_found_by_directory_by_id_and_as_the_only_living_one(tmp_path, monkeypatch):
