@@ -15,10 +15,11 @@ from miles_hpc.cli.exits import BY_OUTCOME, FAILED, FINISHED, one_line, refuse
 from miles_hpc.cli.preflight import claim_run_dir, preflight, resolve
 from miles_hpc.cli.run import default_run_dir, loaded_files, with_model
 from miles_hpc.cli.slurm_verbs import SUBMIT_OPTIONS
+from miles_hpc.config.check import check
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.load import Loaded
 from miles_hpc.config.schema import Config, SlurmConfig
-from miles_hpc.launch.attempts import read_attempts, who_runs
+from miles_hpc.launch.attempts import AttemptError, read_attempts, who_runs
 from miles_hpc.launch.run import Run
 from miles_hpc.launch.submission import check_site, script, submit_run
 
@@ -84,6 +85,8 @@ def submit(
         good = ", ".join(f"{name}={field.default!r}" for name, field in known.items())
         raise TypeError(f"submit() got unknown keywords {unknown}; those of Slurm are: {good}")
     if isinstance(config, Config):
+        if sets:
+            raise ConfigError("submit(): sets are for run files: a Config is taken as it is, so set them in it")
         loaded = Loaded(config, {"": "the given Config"})
     else:
         files = [config] if isinstance(config, str | Path) else list(config)
@@ -95,6 +98,7 @@ def submit(
     except msgspec.ValidationError as error:
         raise ConfigError(f"submit(): slurm: {error}") from error
     loaded = Loaded(msgspec.structs.replace(loaded.config, slurm=table), loaded.origins)
+    check(loaded.config)
     return _submit(loaded, default_run_dir(str(run_dir), loaded.config), resume)[0]
 
 
@@ -103,7 +107,10 @@ def _submit(loaded: Loaded, run_dir: Path, resume: bool) -> tuple[Run, list[str]
     _check_places(loaded, run_dir)
     notes = preflight(loaded, elsewhere=True)
     made = claim_run_dir(run_dir, resume=resume)
-    attempts = read_attempts(run_dir)
+    try:
+        attempts = read_attempts(run_dir)
+    except AttemptError as error:
+        raise ConfigError(f"--run-dir {str(run_dir)!r}: {error}") from error
     if attempts and (reason := who_runs(run_dir, attempts[-1])):
         raise ConfigError(f"--run-dir {str(run_dir)!r}: is in use: {reason}; wait for it, or stop it first")
     try:

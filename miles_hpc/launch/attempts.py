@@ -74,10 +74,10 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Whether an attempt was ever claimed there; what a refused start of a job leaves behind is no run."""
+    """Whether an attempt was ever claimed there, as far as this user may see; a refused start of a job claims none."""
     try:
         return any(_NAME.fullmatch(path.name) for path in attempts_dir(run_dir).iterdir())
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return False
 
 

@@ -213,9 +213,11 @@ def test_a_directory_without_a_run_cannot_be_resumed(workplace):
 
 
 def test_a_directory_with_a_run_needs_resume(workplace):
-    (workplace.run_dir / "attempts").mkdir(parents=True)
+    claim = workplace.run_dir / "attempts" / "0.json"
+    claim.parent.mkdir(parents=True)
+    claim.touch()
     done = workplace.run()
-    assert list(workplace.run_dir.rglob("*")) == [workplace.run_dir / "attempts"]
+    assert set(workplace.run_dir.rglob("*")) == {claim, claim.parent}
     shutil.rmtree(workplace.run_dir)
     refused(workplace, done, ["--run-dir", "holds a run already", "--resume"])
 
