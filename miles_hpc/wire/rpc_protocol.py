@@ -14,6 +14,7 @@ call or answer, of its second, and so on. What is begun, or done, in one turn of
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,7 +27,9 @@ RPC_PROTOCOL = 2
 KEPT_ANSWERS = 256
 """Unacknowledged answers kept per client; older ones are given up and a repeat of their call is told so."""
 KEPT_CLIENTS = 1024
-"""Clients remembered; those without a running call that were silent longest are forgotten first."""
+"""Clients remembered. Beyond that the longest silent ones are forgotten that have nothing open: a client with a running
+call, or one that it has not acknowledged, may repeat it after a reconnect, and only who knows it does not run it twice.
+So the table grows by the clients that have something open."""
 ACKNOWLEDGE_FROM = 64
 """Answers that wait for their acknowledgement before it is sent without a call."""
 LARGE_ANSWER = 16 * 1024
@@ -305,6 +308,11 @@ class _Client:
         self.given_up: set[int] = set()
         self.unsent: list[Answer] = []
 
+    @property
+    def idle(self) -> bool:
+        """Whether it has acknowledged all that it called."""
+        return not (self.running or self.answers or self.given_up)
+
 
 class ServerCalls:
     """What a server knows of its clients' calls.
@@ -398,11 +406,12 @@ class ServerCalls:
     def _client(self, name: bytes) -> _Client:
         client = self._clients.get(name)
         if client is None:
+            excess = len(self._clients) + 1 - KEPT_CLIENTS
+            if excess > 0:
+                idle = (key for key, held in self._clients.items() if held.idle)
+                for key in list(itertools.islice(idle, excess)):
+                    del self._clients[key]
             client = self._clients[name] = _Client()
-            if len(self._clients) > KEPT_CLIENTS:
-                idle = next((key for key, held in self._clients.items() if not held.running and key != name), None)
-                if idle is not None:
-                    del self._clients[idle]
         self._clients.move_to_end(name)
         return client
 

@@ -356,16 +356,70 @@ def test_unacknowledged_answers_are_bounded_and_what_is_given_up_is_never_run_ag
     assert answer.type_name == "AnswerGivenUp"
 
 
-def test_clients_are_bounded_and_those_with_a_running_call_are_kept():
+def many_clients(server, count=KEPT_CLIENTS + 5):
+    """Clients that make a call each, and acknowledge its answer."""
+    for index in range(count):
+        name = f"c{index}".encode()
+        server.done(server.call(1, client=name))
+        server.acknowledge(oldest=2, client=name)
+    server.take()
+
+
+def test_clients_with_nothing_open_are_bounded_and_the_longest_silent_are_forgotten_first():
+    server = Server()
+    many_clients(server, KEPT_CLIENTS)
+    server.acknowledge(oldest=2, client=b"c0")
+    for name in (b"new1", b"new2"):
+        assert server.call(1, client=name) is not None
+    assert len(server.calls._clients) == KEPT_CLIENTS
+    assert [name for name in (b"c0", b"c1", b"c2", b"c3") if name not in server.calls._clients] == [b"c1", b"c2"]
+
+
+def test_a_client_with_a_running_call_is_never_forgotten():
     server = Server()
     busy = server.call(1, client=b"busy")
-    for index in range(KEPT_CLIENTS + 5):
-        server.done(server.call(1, client=f"c{index}".encode()))
+    many_clients(server)
     assert len(server.calls._clients) == KEPT_CLIENTS
-    server.take()
-    assert server.call(1, client=b"busy") is None
+    assert server.call(1, client=b"busy", route=b"r2") is None
     server.done(busy)
-    assert server.take() == [(b"r1", rpc.Result(1, NIL))]
+    assert server.take() == [(b"r2", rpc.Result(1, NIL))]
+
+
+def test_a_client_with_an_answer_that_it_has_not_acknowledged_is_never_forgotten():
+    server = Server()
+    server.done(server.call(1, client=b"quiet"), 7)
+    many_clients(server)
+    assert server.call(1, client=b"quiet", route=b"r2") is None
+    assert server.take() == [(b"r2", rpc.Result(1, msgspec.Raw(encode(7))))]
+    server.acknowledge(oldest=2, client=b"quiet")
+    many_clients(server)
+    assert b"quiet" not in server.calls._clients
+
+
+def test_a_client_whose_answers_were_given_up_is_never_forgotten():
+    server = Server()
+    for call in range(1, KEPT_ANSWERS + 2):
+        server.done(server.call(call, client=b"quiet"))
+    server.acknowledge(oldest=1, done=range(2, KEPT_ANSWERS + 2), client=b"quiet")
+    many_clients(server)
+    assert server.call(1, client=b"quiet") is None
+    ((_, answer),) = server.take()
+    assert answer.type_name == "AnswerGivenUp"
+
+
+def test_clients_that_all_have_something_open_are_all_kept_and_shrink_again_when_they_have_not():
+    server = Server()
+    names = [f"o{index}".encode() for index in range(KEPT_CLIENTS + 7)]
+    requests = [server.call(1, client=name) for name in names]
+    assert len(server.calls._clients) == len(names)
+    assert [name for name in names if server.call(1, client=name) is not None] == []
+    for request in requests:
+        server.done(request)
+    assert [name for name in names if server.call(1, client=name) is not None] == []
+    for name in names:
+        server.acknowledge(oldest=2, client=name)
+    assert server.call(1, client=b"new") is not None
+    assert len(server.calls._clients) == KEPT_CLIENTS
 
 
 @pytest.mark.parametrize("value", [None, 1, "a", {"k": [1, 2]}, (1, 2), (1, [2]), (1, 2, 3), [], ()], ids=repr)
