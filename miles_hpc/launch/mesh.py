@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ SHARED_WITHIN_S = 20.0
 CONNECT_WITHIN_S = 3.0
 STEP_WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.1
+_CONNECTING = 64
+"""Nodes that one node tries to reach at a time."""
 
 
 def run_on_nodes(directory: Path) -> tuple[list[NodeReport], dict[str, float], list[Finding]]:
@@ -96,10 +99,14 @@ def _others(place: Path, task: Task) -> tuple[list[NodeReport], list[Finding]]:
 
 def reach(others: Sequence[NodeReport]) -> list[Finding]:
     """Connect to every other node, at one of its addresses at least."""
-    lost = []
-    for other in others:
-        if not any(_connects(address, other.port) for address in other.addresses):
-            lost.append(f"{other.host} ({', '.join(other.addresses) or 'no address'})")
+    # Side by side: one address behind a firewall costs seconds, and in a large allocation every node has one.
+    with ThreadPoolExecutor(_CONNECTING) as pool:
+        answers = list(pool.map(_reaches, others))
+    lost = [
+        f"{other.host} ({', '.join(other.addresses) or 'no address'})"
+        for other, answered in zip(others, answers, strict=True)
+        if not answered
+    ]
     if lost:
         return [
             Finding(
@@ -110,6 +117,10 @@ def reach(others: Sequence[NodeReport]) -> list[Finding]:
             )
         ]
     return [Finding(check="mesh", level="ok", text=f"{len(others)} other nodes can be reached")]
+
+
+def _reaches(other: NodeReport) -> bool:
+    return any(_connects(address, other.port) for address in other.addresses)
 
 
 def _connects(address: str, port: int) -> bool:
@@ -135,6 +146,7 @@ def _wait(ready: Callable[[], bool], timeout_s: float) -> None:
 
 
 def _write(target: Path, report: NodeReport) -> None:
-    draft = target.with_name(f".{target.name}")
+    # Not a name that ends as the files do: the other nodes look for those, and a glob shows hidden ones.
+    draft = target.with_name(f"{target.name}.draft")
     draft.write_bytes(msgspec.json.encode(report))
     draft.replace(target)
