@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from miles_hpc.hub.actions import Outcome
-from miles_hpc.hub.core import Core, Phase
+from miles_hpc.hub.core import NEVER_STARTED, Core, Phase
 from miles_hpc.hub.drain import Drain
+from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import RestartCell, StopCell
 
 READ_PATIENCE_S = 1.0
@@ -34,6 +35,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     driver_summary: dict[str, Any] = {}
     starts: dict[str, int] = {}
     """Cell -> how often it was started."""
+    generations: dict[str, Generation] = {}
+    """Cell -> its newest generation."""
     deaths: dict[str, list[float]] = {}
     """Cell -> its budgeted deaths inside the window."""
     group_deaths: dict[str, list[float]] = {}
@@ -69,6 +72,7 @@ def take(core: Core, wall: float) -> Journal:
         weight_version=core.weight_version,
         driver_summary=core.driver_summary,
         starts={cell.id: cell.starts for cell in core.cells.values() if cell.starts},
+        generations={cell.id: cell.generation for cell in core.cells.values() if cell.generation != NEVER_STARTED},
         deaths={cell.id: [at(death) for death in cell.deaths] for cell in core.cells.values() if cell.deaths},
         group_deaths={group: [at(death) for death in deaths] for group, deaths in core.group_deaths.items()},
         stopped=[cell.id for cell in core.cells.values() if not cell.wanted],
@@ -99,6 +103,9 @@ def restore(core: Core, journal: Journal, wall: float) -> None:
         if name in journal.stopped:
             cell.wanted = False
             core.change_phase(cell, Phase.STOPPED)
+    if core.recovery is not None:
+        for name, generation in journal.generations.items():
+            core.recovery.know(name, generation)
     core.group_deaths = {group: deque(map(at, deaths)) for group, deaths in journal.group_deaths.items()}
     if journal.drain_reason:
         left = max(0.0, journal.drain_until - wall)

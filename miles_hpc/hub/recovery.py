@@ -21,6 +21,9 @@ class Recovery(msgspec.Struct):
     concluded: bool = False
     tables: dict[str, dict[str, WorkerState]] = msgspec.field(default_factory=dict)
     """Node -> worker -> its row."""
+    newest: dict[str, Generation] = msgspec.field(default_factory=dict)
+    """Cell -> its newest generation that any row or the journal tells of, whether it runs or not. An older one was
+    superseded: who has read the address book has given it up."""
     clients: dict[bytes, ClientHello] = msgspec.field(default_factory=dict)
     """Programs that wait for the word whether they are still wanted."""
     held: set[str] = msgspec.field(default_factory=set)
@@ -28,10 +31,16 @@ class Recovery(msgspec.Struct):
     fenced_at: float = 0.0
     """From then on they run nowhere any more."""
 
+    def know(self, cell: str, generation: Generation) -> None:
+        """There is, or was, this generation of a cell."""
+        self.newest[cell] = max(generation, self.newest.get(cell, generation))
+
 
 def on_table(recovery: Recovery, node: Node, rows: list[WorkerState]) -> None:
     """What a node runs, all of it."""
     recovery.tables[node.id] = {row.worker: row for row in rows}
+    for row in rows:
+        recovery.know(row.worker.rpartition("-")[0], row.generation)
 
 
 def on_report(recovery: Recovery, node: Node, message: object) -> None:
@@ -111,7 +120,7 @@ def _conclude(core: Core, recovery: Recovery, missing: list[str]) -> None:
 
 
 def _complete_cells(core: Core, recovery: Recovery) -> dict[str, tuple[Generation, _Found]]:
-    """Cells of which every worker of the highest generation runs."""
+    """Cells of which every worker of the newest generation runs."""
     seen: dict[str, dict[Generation, _Found]] = {}
     for node_name, rows in recovery.tables.items():
         node = core.nodes[node_name]
@@ -124,9 +133,10 @@ def _complete_cells(core: Core, recovery: Recovery) -> dict[str, tuple[Generatio
                 seen.setdefault(cell.id, {}).setdefault(row.generation, {})[index] = (node, row)
     found: dict[str, tuple[Generation, _Found]] = {}
     for name, by_generation in seen.items():
-        cell, newest = core.cells[name], max(by_generation)
-        if len(by_generation[newest]) == cell.spec.scheduling.num_workers_per_cell and cell.wanted:
-            found[name] = (newest, by_generation[newest])
+        cell, newest = core.cells[name], recovery.newest[name]
+        running = by_generation.get(newest, {})
+        if len(running) == cell.spec.scheduling.num_workers_per_cell and cell.wanted:
+            found[name] = (newest, running)
     return found
 
 

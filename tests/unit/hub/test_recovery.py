@@ -31,6 +31,7 @@ from miles_hpc.wire.messages import (
     Superseded,
     Welcome,
     WorkerExited,
+    WorkerState,
 )
 
 pytestmark = pytest.mark.unit
@@ -133,6 +134,65 @@ def test_a_death_while_the_tables_come_in_is_not_lost(fleet, pool):
     f.join(1 - agent.index)
     f.pass_time(1)
     assert f.cell("engine-00000").generation == Generation(2, 1) and set(f.phases().values()) == {"ready"}
+
+
+def moved_while_its_node_was_silent(fleet, pool):
+    """An engine's node fell silent and was replaced by the other, which has ports for it; then the hub ends."""
+    f = fleet(pool("engine"), nodes=2)
+    f.agents[0].silent = True
+    f.pass_time(f.timing.dead)
+    while f.cell("engine-00000").generation == Generation(1, 1):
+        f.now += 0.5
+        f.apply(Tick())
+    peer, reserved = f.reports.pop()
+    assert (peer, reserved.generation) == (f.agents[1].peer, Generation(1, 2))
+    f.receive(peer, reserved)
+    assert f.state.book["engine"][0].generation == Generation(1, 2)
+    f.agents[0].silent = False
+    return f
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_older_generation_is_not_adopted_where_a_newer_one_was_only_reserved(fleet, pool, order):
+    f = moved_while_its_node_was_silent(fleet, pool)
+    row = f.agents[1].table["engine-00000-00000"]
+    f.agents[1].table["engine-00000-00000"] = WorkerState(
+        worker=row.worker, generation=row.generation, state="reserved", ports=row.ports
+    )
+    f.next_hub(journal=False)
+    for index in order:
+        f.join(index)
+    f.apply(Tick())
+    stopped = {(order.worker, order.generation) for order in f.orders(StopWorker)}
+    assert stopped == {("engine-00000-00000", Generation(1, n)) for n in (1, 2)}
+    f.pass_time(2)
+    assert f.cell("engine-00000").generation == Generation(2, 1) and f.phases()["engine-00000"] == "ready"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_generations_that_both_run_the_newer_is_adopted(fleet, pool, order):
+    f = moved_while_its_node_was_silent(fleet, pool)
+    assert f.agents[1].table["engine-00000-00000"].pid
+    f.next_hub(journal=False)
+    for index in order:
+        f.join(index)
+    f.apply(Tick())
+    assert [(order.worker, order.generation) for order in f.orders(StopWorker)] == [
+        ("engine-00000-00000", Generation(1, 1))
+    ]
+    assert f.cell("engine-00000").generation == Generation(1, 2)
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_generation_that_the_journal_knows_to_be_superseded_is_not_adopted(fleet, pool, journal):
+    """Without one it is: nobody who is heard knows better."""
+    f = moved_while_its_node_was_silent(fleet, pool)
+    f.agents[1].silent = True
+    f.next_hub(journal)
+    f.join(0)
+    f.pass_time(f.timing.dead + 2)
+    assert f.cell("engine-00000").generation == (Generation(2, 1) if journal else Generation(1, 1))
+    assert f.phases()["engine-00000"] == "ready"
 
 
 def test_half_a_cell_is_stopped_and_its_group_starts_anew(fleet, pool):
