@@ -36,6 +36,7 @@ from miles_hpc.engine.requests import (
 from miles_hpc.engine.streaming import stream_chat, stream_generate
 from miles_hpc.engine.updates import group_member, group_name, tensor_specs
 from miles_hpc.wire.serving import stop_event, until_one_ends
+from miles_hpc.wire.time_limit import within
 
 API_VERSION = "0.5.23"
 """The SGLang whose API this is."""
@@ -158,7 +159,7 @@ class EngineApi:
         """200 when one token could be generated."""
         probe = Request(rid=f"HEALTH_CHECK_{id(request)}", input_ids=[0], sampling=Sampling(1, temperature=0.0))
         try:
-            await asyncio.wait_for(self._backend.submit(probe), HEALTH_GENERATE_TIMEOUT_S)
+            await within(HEALTH_GENERATE_TIMEOUT_S, self._backend.submit(probe))
         except asyncio.TimeoutError:
             return web.Response(status=503)
         return web.Response(status=200)

@@ -12,6 +12,7 @@ import asyncio
 from dataclasses import dataclass
 
 from miles_hpc.inference.engine_api import EngineApi, EngineError
+from miles_hpc.wire.time_limit import within
 
 STRIKES = 3
 
@@ -58,7 +59,7 @@ def patience_s(stall_s: float) -> float:
 async def look(api: EngineApi, before: float | None, timeout_s: float) -> Look:
     """Look once. `before`: the stamp of the last look; a stamp that moved is a sign of life."""
     try:
-        stamp = await asyncio.wait_for(api.loads_stamp(timeout_s=timeout_s), timeout_s)
+        stamp = await within(timeout_s, api.loads_stamp(timeout_s=timeout_s))
     except (EngineError, asyncio.TimeoutError) as error:
         return Look(None, f"/v1/loads: {error or 'no answer'}")
     if before is None or stamp > before:

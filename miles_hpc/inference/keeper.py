@@ -29,6 +29,7 @@ from miles_hpc.inference.weights import load_from_disk
 from miles_hpc.inference.windows import EngineInfo
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import CellAddrs
+from miles_hpc.wire.time_limit import within
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class EngineKeeper:
         self._router_tasks: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
         self._kicks: dict[str, asyncio.Event] = {}
         self._changed = asyncio.Event()
-        self._window_turn = asyncio.Lock()
+        self._turns: list[object] = []
+        """Who waits for a weight window; the first has its turn."""
         self._disposed = False
         self._said_at = float("-inf")
 
@@ -380,12 +382,8 @@ class EngineKeeper:
                 if now - silent_since >= _PROGRESS_S and now - reported >= _PROGRESS_S:
                     reported = now
                     log.warning("router %s: no answer for %.0f s: %s", cell, now - silent_since, error)
-            # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the kick.
-            waiter = asyncio.ensure_future(kick.wait())
-            try:
-                await asyncio.wait({waiter}, timeout=pause)
-            finally:
-                waiter.cancel()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(pause, kick.wait())
 
     async def _bring_in_line(self, router: RouterApi) -> set[str]:
         """Remove and add until the list fits; returns the urls that it then had as healthy."""
@@ -410,7 +408,7 @@ class EngineKeeper:
             if now >= until:
                 return
             try:
-                await asyncio.wait_for(changed.wait(), min(until - now, _PROGRESS_S))
+                await within(min(until - now, _PROGRESS_S), changed.wait())
                 return
             except asyncio.TimeoutError:
                 if now - self._said_at >= _PROGRESS_S - 1.0:

@@ -104,28 +104,31 @@ class ControllerService(EngineKeeper):
         timeout_s, asked = float(params["timeout_s"]), params.get("engines")
         deadline = time.monotonic() + timeout_s
         wanted = self._wanted(asked)
-        obstacle = "another caller waits for a window"
+        obstacle, turn = "", object()
+        self._turns.append(turn)
+        self.state.window_wanted = True
         try:
-            await asyncio.wait_for(self._window_turn.acquire(), timeout_s)
-            try:
-                self.state.window_wanted = True
-                while obstacle := self.state.window_obstacle(wanted):
-                    self._look_at_cells()
-                    await self._wait_change(deadline, f"weight window: {obstacle}", self._patience_s())
-                    wanted = self._wanted(asked)
-                now = time.monotonic()
-                owner = _owner(params.get("owner"))
-                lease = now + self._lease_s if owner is not None else float("inf")
-                window_id = uuid.uuid4().hex[:12]
-                window = self.state.open_window(window_id, wanted, now + self._window_timeout_s, owner, lease)
-            finally:
-                self.state.window_wanted = False
-                self._window_turn.release()
+            while obstacle := self._obstacle(turn, wanted):
+                self._look_at_cells()
+                await self._wait_change(deadline, f"weight window: {obstacle}", self._patience_s())
+                wanted = self._wanted(asked)
+            now = time.monotonic()
+            owner = _owner(params.get("owner"))
+            lease = now + self._lease_s if owner is not None else float("inf")
+            window_id = uuid.uuid4().hex[:12]
+            window = self.state.open_window(window_id, wanted, now + self._window_timeout_s, owner, lease)
         except asyncio.TimeoutError as error:
             raise WindowTimeout(f"no weight window within {timeout_s:g} s: {obstacle}") from error
+        finally:
+            self._turns.remove(turn)
+            self.state.window_wanted = bool(self._turns)
+            self._notify()
         self._keep_hold()
         log.info("window %s: begins with %d engines", window.window_id, len(window.engines))
         return msgspec.to_builtins(window)
+
+    def _obstacle(self, turn: object, wanted: int) -> str:
+        return "another caller waits for a window" if self._turns[0] is not turn else self.state.window_obstacle(wanted)
 
     def _wanted(self, asked: int | None) -> int:
         """Engines that a window waits for: those asked for, else all but stopped ones and lost external ones."""

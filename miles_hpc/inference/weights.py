@@ -23,6 +23,7 @@ from miles_hpc.inference.engine_api import (
 from miles_hpc.inference.fit import refuse_misfit, shapes_of
 from miles_hpc.inference.http_session import HttpKeys, open_http
 from miles_hpc.inference.windows import EngineInfo
+from miles_hpc.wire.time_limit import within
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ async def update_from_disk(
 async def load_from_disk(engine: EngineApi, path: str, version: int, *, timeout_s: float = 600.0) -> None:
     """Load weights into an engine that gets no traffic, and verify its label; raises EngineError."""
     await refuse_misfit(engine, await asyncio.to_thread(shapes_of, Path(path)), f"weights {version} from {path}")
-    await asyncio.wait_for(_load(engine, path, version, timeout_s, flush=True), timeout_s)
+    await within(timeout_s, _load(engine, path, version, timeout_s, flush=True))
     await verify_label(engine, version)
 
 
@@ -121,7 +122,7 @@ async def _update_one(engine: EngineApi, path: str, version: int, mode: PauseMod
         await engine.resume()
         return flushed
 
-    return await asyncio.wait_for(steps(), timeout_s)
+    return await within(timeout_s, steps())
 
 
 async def _load(engine: EngineApi, path: str, version: int, timeout_s: float, *, flush: bool) -> None:

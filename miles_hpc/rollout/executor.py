@@ -33,6 +33,7 @@ from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.carriers import Outbox, ParcelRef
 from miles_hpc.transport.columns import Buffer
 from miles_hpc.transport.segments import boot_id
+from miles_hpc.wire.time_limit import within
 
 log = logging.getLogger(__name__)
 
@@ -311,7 +312,7 @@ class Executor:
             asked = self._incarnation
             ready = self._finished.wait_for(lambda: rollout_id in self._rollouts or self._incarnation != asked)
             try:
-                await asyncio.wait_for(ready, params["timeout_s"])
+                await within(params["timeout_s"], ready)
             except asyncio.TimeoutError:
                 raise UnknownRollout(
                     f"rollout {rollout_id} was not finished within {params['timeout_s']:g} s; held are "

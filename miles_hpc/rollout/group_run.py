@@ -25,10 +25,10 @@ from miles_hpc.rollout.generate import (
 from miles_hpc.rollout.rewards import RewardError, RewardTimeout, Scorer, checked
 from miles_hpc.rollout.sample import PartialSample, Sample, readable, sample_seed
 from miles_hpc.rollout.statistics import group_stats
-from miles_hpc.rollout.time_limit import timeout
 from miles_hpc.rollout.work_messages import RunGroup, Stage
 from miles_hpc.transport.batch import LengthMismatch, SampleArrays, check_samples
 from miles_hpc.transport.columns import SchemaError
+from miles_hpc.wire.time_limit import timeout
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from miles_hpc.rollout.functions import load_function
 from miles_hpc.rollout.generate import STATUS_OF, GenerateContext, append_answer, append_tokens
 from miles_hpc.rollout.sample import Sample
 from miles_hpc.rollout.statistics import add_up
+from miles_hpc.wire.time_limit import within
 
 KEY = "rollout.tools"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -80,7 +81,7 @@ async def _result(run_tool: Any, call: ToolCall, sample: Sample, context: Genera
         return f"error: {call.error}"
     limit = context.config.rollout.tool_timeout_s
     try:
-        return str(await asyncio.wait_for(run_tool(call.name, call.arguments, sample), min(limit, context.left_s)))
+        return str(await within(min(limit, context.left_s), run_tool(call.name, call.arguments, sample)))
     except asyncio.TimeoutError:
         if context.left_s <= 0:
             raise

@@ -21,9 +21,9 @@ from miles_hpc.rollout.data import DataSource, DataState
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.groups import Group
 from miles_hpc.rollout.sample import GroupSpec, PartialSample, Status
-from miles_hpc.rollout.time_limit import timeout
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.batch import STATUSES, RolloutBatch
+from miles_hpc.wire.time_limit import timeout
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import msgspec
 from miles_hpc.rollout.functions import load_function
 from miles_hpc.rollout.reward_batches import RewardBatches
 from miles_hpc.rollout.sample import Sample
-from miles_hpc.rollout.time_limit import timeout
+from miles_hpc.wire.time_limit import timeout, within
 
 KEY = "reward.function"
 _START_S = 120.0
@@ -222,7 +222,7 @@ class Scorer:
                 self._processes.add(process)
                 await process.start()
             bare = [_bare(one) for one in what] if isinstance(what, list) else _bare(what)
-            return await asyncio.wait_for(process.call(bare), self._timeout_s)
+            return await within(self._timeout_s, process.call(bare))
         except RewardError:
             raise
         except BaseException:  # hung, died, or cancelled in the middle of an answer: of no further use
@@ -318,7 +318,7 @@ class _RewardProcess:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
-        await asyncio.wait_for(self._answer(), _START_S)
+        await within(_START_S, self._answer())
 
     async def call(self, what: Any) -> Any:
         """Raises RewardError with the child's traceback."""

@@ -39,6 +39,7 @@ from miles_hpc.transport.batch import RolloutBatch, SampleArrays
 from miles_hpc.transport.carriers import Outbox, ParcelRef
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import CellAddrs
+from miles_hpc.wire.time_limit import within
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class RolloutWorker:
                     said = time.monotonic()
                     log.info("waiting for an executor (address %s)", self._address())
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), BEAT_S)
+                    await within(BEAT_S, self._wake.wait())
             if self._failure is not None:
                 raise self._failure
         finally:

@@ -29,6 +29,7 @@ from miles_hpc.train.progress import MetricsFile, RunSummary
 from miles_hpc.train.publish import WeightPublisher
 from miles_hpc.train.trainer import sync_tree
 from miles_hpc.wire.rpc import RpcServer
+from miles_hpc.wire.time_limit import within
 
 if TYPE_CHECKING:
     from miles_hpc.wire.client import HubClient
@@ -152,8 +153,9 @@ class ExternalDriver:
         while True:
             async with self._changed:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(
-                        self._changed.wait_for(lambda: self._ranks and len(self._acked) == self._ranks), _PROGRESS_S
+                    await within(
+                        _PROGRESS_S,
+                        self._changed.wait_for(lambda: self._ranks and len(self._acked) == self._ranks),
                     )
                     return True
             here = f"{len(self._acked)} of {self._ranks or '?'} ranks have acknowledged rollout {step}"
@@ -252,11 +254,11 @@ class ExternalDriver:
         after, rank = params["after"], params["dp_rank"]
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._changed:
-                await asyncio.wait_for(
+                await within(
+                    min(params["timeout_s"], _LONGEST_ANSWER_S),
                     self._changed.wait_for(
                         lambda: self._ended or (self._ready > max(after, self._committed) and rank not in self._acked)
                     ),
-                    min(params["timeout_s"], _LONGEST_ANSWER_S),
                 )
         if self._ready > max(after, self._committed) and rank not in self._acked:
             return {"rollout": self._ready}

@@ -26,6 +26,7 @@ from miles_hpc.wire.client import HubClient, HubError, Pools
 from miles_hpc.wire.messages import Progress
 from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.rpc import RpcError
+from miles_hpc.wire.time_limit import within
 from miles_hpc.wire.worker_env import WorkerEnv
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ async def drive(env: WorkerEnv, config: Config, hub: HubClient) -> RunSummary:
                 return await driver.run()
             except Exception as error:
                 with contextlib.suppress(RpcError, asyncio.TimeoutError):
-                    driver.summary.counts = await asyncio.wait_for(executor.counts(final=True), _LAST_COUNTS_S)
+                    driver.summary.counts = await within(_LAST_COUNTS_S, executor.counts(final=True))
                 raise DriverFailed(driver.summary) from error
     finally:
         for client in (executor, controller, ranks):

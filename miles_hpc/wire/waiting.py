@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from miles_hpc.wire.messages import CellAddrs
 from miles_hpc.wire.sockets import HubError
+from miles_hpc.wire.time_limit import within
 
 log = logging.getLogger(__name__)
 
@@ -75,5 +76,5 @@ class Doorbell:
     async def wait(self, timeout_s: float) -> None:
         """Until the next change since the last wait, at most `timeout_s`."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._rung.wait(), timeout_s)
+            await within(timeout_s, self._rung.wait())
         self._rung.clear()

@@ -80,3 +80,10 @@ def test_heavy_libraries_stay_in_their_rooms(path):
     for name in imports(path):
         rooms = ROOMS_OF_LIBRARY.get(name.split(".")[0])
         assert rooms is None or room_of(path) in rooms, f"{path}: {name} belongs to {sorted(rooms or ())}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nobody_waits_with_asyncio_wait_for(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "asyncio":
+            assert node.attr != "wait_for", f"{path}:{node.lineno}: wire/time_limit.py has `within`, and says why"

@@ -104,6 +104,24 @@ def test_a_window_that_its_owner_forgot_is_aborted_and_the_engines_serve_the_old
     run(parts, scenario, window_timeout_s=0.5)
 
 
+def test_a_caller_that_is_cancelled_as_something_changes_waits_no_longer_and_blocks_nobody(parts):
+    async def scenario(p, fleet):
+        await two_engines(p, fleet)
+        first = await fleet.start()
+        second, third = (asyncio.ensure_future(fleet.start(20)) for _ in range(2))
+        await until(lambda: len(fleet.service._turns) == 2)
+        await asyncio.sleep(0.05)  # until both wait
+        fleet.service._notify()
+        second.cancel()
+        await asyncio.wait({second}, timeout=5)
+        assert second.cancelled() and not third.done()
+        await fleet.service.abort_update_weights({"window_id": first.window_id}, [])
+        assert (await third).window_id != first.window_id
+        assert fleet.service._turns == [] and not fleet.service.state.window_wanted
+
+    run(parts, scenario)
+
+
 def test_a_second_window_waits_for_the_first_and_its_deadline_names_it(parts):
     async def scenario(p, fleet):
         await two_engines(p, fleet)
