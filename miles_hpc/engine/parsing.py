@@ -52,11 +52,11 @@ def parse_sampling(params: Mapping[str, Any], backend: Backend, default_max_new_
     if top_p == 0.0:
         raise BadRequestError("top_p must be in (0, 1], got 0.0.")
     stop = params.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
         raise BadRequestError(f"stop must be a text or a list of texts, got {params.get('stop')!r}.")
     stop_ids = params.get("stop_token_ids") or ()
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in stop_ids):
+    if not isinstance(stop_ids, list | tuple) or not all(type(i) is int for i in stop_ids):
         raise BadRequestError("stop_token_ids must be a list of token ids.")
     eos = () if params.get("ignore_eos") else backend.tokenizer.stop_token_ids
     seed = params.get("sampling_seed", params.get("seed"))
@@ -69,7 +69,7 @@ def parse_sampling(params: Mapping[str, Any], backend: Backend, default_max_new_
         top_p=top_p,
         top_k=top_k,
         min_p=_number(params, "min_p", 0.0, 0.0, 1.0),
-        stop=stop,
+        stop=tuple(stop),
         stop_token_ids=frozenset(stop_ids) | frozenset(eos),
         seed=seed,
         skip_special_tokens=params.get("skip_special_tokens") is not False,
@@ -205,7 +205,7 @@ def parse_chat(body: Any, backend: Backend) -> list[Request]:
             rendered = backend.tokenizer.render(
                 messages, tools=body.get("tools"), **(body.get("chat_template_kwargs") or {})
             )
-        except ChatTemplateError as error:
+        except (ChatTemplateError, TypeError) as error:  # TypeError: a keyword of chat_template_kwargs that is ours
             raise BadRequestError(str(error)) from error
         ids = check_ids(rendered, backend)
     params = dict(body)

@@ -239,8 +239,10 @@ class Scheduler:
         sequences = [self.running[row] for row in rows]
         params = [sequence.request.sampling for sequence in sequences]
         for index, sequence in enumerate(sequences):
-            if len(sequence.result.output_ids) < params[index].min_new_tokens and params[index].stop_token_ids:
-                logits[index, sorted(params[index].stop_token_ids)] = -torch.inf
+            if len(sequence.result.output_ids) < params[index].min_new_tokens:
+                # A tokenizer may name ids that the model has no row for, and a client any number.
+                stops = [one for one in sorted(params[index].stop_token_ids) if 0 <= one < logits.shape[1]]
+                logits[index, stops] = -torch.inf
         keys = [noise_key(sequence.seed, len(sequence.result.output_ids)) for sequence in sequences]
         chosen = self._sampler.choose(logits, params, keys, [sequence.top for sequence in sequences])
         finished = [row for index, row in enumerate(rows) if self._append(sequences[index], chosen, index)]

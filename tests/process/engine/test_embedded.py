@@ -173,6 +173,16 @@ def test_out_of_range_ids_are_refused_and_the_engine_lives(fresh: Any, talk: Tal
     talk(fresh.url, do)
 
 
+def test_stop_ids_that_the_model_does_not_have_are_no_danger_to_the_engine(fresh: Any, talk: Talk) -> None:
+    async def do(client: Any) -> None:
+        plain = await client.generate(prompt(3, 5), max_new_tokens=6, sampling_seed=1, ignore_eos=True)
+        more = {"stop_token_ids": [512, 99999, -1], "min_new_tokens": 3, "ignore_eos": True}
+        answer = await client.generate(prompt(3, 5), max_new_tokens=6, sampling_seed=1, **more)
+        assert answer["output_ids"] == plain["output_ids"]
+
+    talk(fresh.url, do)
+
+
 def test_abort_by_rid_returns_200_with_the_tokens_so_far(fresh: Any, talk: Talk) -> None:
     async def do(client: Any) -> None:
         task = asyncio.ensure_future(client.generate(prompt(1, 4), rid="long-1", max_new_tokens=900))

@@ -107,6 +107,8 @@ def test_a_given_rid_comes_back_as_id_and_seeds_are_accepted(model_dir: Path) ->
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must be"),
         ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in (0, 1]"),
         ({"input_ids": [1], "sampling_params": {"regex": "a"}}, "regex is not supported"),
+        ({"input_ids": [1], "sampling_params": {"stop": 5}}, "stop must be a text or a list of texts, got 5"),
+        ({"input_ids": [1], "sampling_params": {"stop_token_ids": 5}}, "stop_token_ids must be a list"),
         ({"input_ids": [1], "sampling_params": {"presence_penalty": 0.5}}, "leave it at 0"),
         ({"input_ids": [[1], [2]], "stream": True}, "stream is for one sequence"),
         ({"text": "a", "rid": ["x"], "sampling_params": {"n": 0}}, "n must be an integer of at least 1"),
@@ -186,6 +188,15 @@ def test_chat_without_messages_is_refused_as_recorded(model_dir: Path) -> None:
         answer = await client.post("/v1/chat/completions", json=recorded["request"]["body"])
         assert answer.status == recorded["status"]
         assert await answer.json() == recorded["response"]
+
+    served(model_dir, do)
+
+
+@pytest.mark.parametrize("given", [{"messages": []}, {"tools": []}, ["a"]])
+def test_template_keywords_that_are_the_engine_s_own_are_refused(model_dir: Path, given: Any) -> None:
+    async def do(client: TestClient[Any, Any], backend: FakeBackend) -> None:
+        body = {"messages": [{"role": "user", "content": "1"}], "chat_template_kwargs": given}
+        assert (await client.post("/v1/chat/completions", json=body)).status == 400
 
     served(model_dir, do)
 
