@@ -1,12 +1,15 @@
 """Parcels between nodes: the consumer pulls parts of 1 MiB on credits, and goes on from the last one after a break.
 
-The connection is plain TCP: bulk frames are neither encrypted nor signed, which costs two thirds of the throughput.
-Who may pull is decided when a connection is made: the server sends a nonce, the client answers with its HMAC under a
-key that it was told over the encrypted RPC. Whoever can read or change the network between the nodes can read or change
-the parcels; on a network that is not trusted, keep ranks on the executor's node or use an encrypted overlay.
+The connection is plain TCP, without ZeroMQ: a part goes from the parcel into the socket and from there into its place
+at the consumer. Messages of ZeroMQ are one more copy, one more thread and fresh memory on each side: 1.8 times the CPU.
+Bytes are neither encrypted nor signed. Who may pull is decided when a connection is made: the server sends a nonce, the
+client answers with its HMAC under a key that it was told over the encrypted RPC. Whoever can read or change the network
+between the nodes can read or change the parcels; on a network that is not trusted, keep ranks on the executor's node or
+use an encrypted overlay.
 
-Frames, client to server: `hello`; `proof`, hmac; `pull`, parcel, from, credits; `credit`, parcel, more.
-Server to client: `nonce`, nonce; `welcome`; `refused`; `part`, parcel, number, bytes; `gone`, parcel.
+Each message is a head (word, number, length of the body) and a body. Client to server: `PROOF` hmac; `PULL` first part,
+credits and parcel; `CREDIT` so many more. Server to client: `NONCE` nonce; `WELCOME`; `REFUSED`; `PART` number, bytes;
+`END`, which says that the parcel was held until its last part was sent; `GONE`.
 """
 
 from __future__ import annotations
@@ -16,17 +19,15 @@ import hashlib
 import hmac
 import logging
 import os
+import selectors
+import socket as sockets
 import struct
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import numpy as np
-import zmq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from miles_hpc.wire.address import HostAndPort
-from miles_hpc.wire.socket_options import Context, Socket, bind, milliseconds, prepare
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +35,16 @@ PART = 1024 * 1024
 """Bytes of a part."""
 CREDITS = 16
 """Parts that may be on their way to one consumer."""
+HEAD = struct.Struct("<BII")
+PROOF, PULL, CREDIT, NONCE, WELCOME, REFUSED, PART_OF, END, GONE = range(1, 10)
+_CREDITS_AND_PARCEL = struct.Struct("<I16s")
+_MAX_CONTROL = 256
 _RETRY_S = 5.0
 """Silence after which a client makes a new connection."""
-_U32 = struct.Struct("<I")
-_MAX_CONTROL = 256
-_LARGEST_KEPT = 24 << 20
-"""glibc unmaps freed blocks as large as the largest that it has seen freed, up to 32 MiB; then every part is paid for
-with page faults again (a third of a pull's time)."""
+_AGAIN_S = (0.05, 1.0)
+"""Shortest and longest time between attempts to connect."""
+_PROVE_S = 10.0
+"""A connection that has not proved the key by then is closed."""
 
 
 class BulkError(Exception):
@@ -64,13 +68,19 @@ def proof(key: bytes, nonce: bytes) -> bytes:
     return hmac.new(key, b"miles-hpc bulk" + nonce, hashlib.sha256).digest()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Peer:
-    nonce: bytes
+    socket: sockets.socket
+    prove_by: float
+    nonce: bytes = field(default_factory=lambda: os.urandom(32))
     admitted: bool = False
+    ending: bool = False
+    """It is closed once it has been sent what is under way."""
     parcel: bytes = b""
     number: int = 0
     credits: int = 0
+    came: bytearray = field(default_factory=bytearray)
+    under_way: list[memoryview] = field(default_factory=list)
 
 
 class BulkServer:
@@ -80,7 +90,7 @@ class BulkServer:
         listen: port 0 picks a free one; `address` tells it.
         key: clients must know it.
         find: the memory of a parcel, of which at least the first bytes, as many as asked for, are final; None: it is
-            not held. Called in the server's thread.
+            not held, and never will be again. Called in the server's thread.
 
     Raises:
         OSError: the address cannot be bound.
@@ -89,20 +99,14 @@ class BulkServer:
     def __init__(self, listen: HostAndPort, key: bytes, find: Callable[[bytes, int], memoryview | None]) -> None:
         self._key = key
         self._find = find
-        self._peers: dict[bytes, _Peer] = {}
-        context: Context = zmq.Context.instance()
-        self._socket: Socket = context.socket(zmq.ROUTER)
-        try:
-            prepare(self._socket, listen)
-            self._socket.set(zmq.ROUTER_MANDATORY, 1)
-            self._socket.set(zmq.MAXMSGSIZE, _MAX_CONTROL)
-            # Bounded by credits: a peer never has more than CREDITS parts queued.
-            self._socket.sndhwm = 0
-            self.address = bind(self._socket, listen)
-        except BaseException:
-            self._socket.close(linger=0)
-            raise
+        self._peers: set[_Peer] = set()
+        self._accepts_from: float | None = None
+        self._listener = _listen(listen)
+        self.address = HostAndPort(listen.host, self._listener.getsockname()[1])
         self._woken, self._wake = os.pipe()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="bulk", daemon=True)
         self._thread.start()
 
@@ -115,69 +119,144 @@ class BulkServer:
             os.close(self._woken)
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._woken, zmq.POLLIN)
         try:
-            while self._woken not in dict(poller.poll()):
-                with contextlib.suppress(zmq.Again):
-                    route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                    try:
-                        self._on_frames(route, frames)
-                    except (IndexError, struct.error) as error:
-                        log.warning("a message to %s was dropped: %r", self.address.netloc, error)
+            while True:
+                ready = self._selector.select(self._next_deadline())
+                if any(key.fileobj == self._woken for key, _ in ready):
+                    return
+                for key, events in ready:
+                    if key.data is None:
+                        self._accept()
+                    elif key.data in self._peers:
+                        self._turn(key.data, events)
+                self._on_time()
         finally:
-            self._socket.close(linger=0)
+            for peer in [*self._peers]:
+                self._drop(peer)
+            self._listener.close()
+            self._selector.close()
 
-    def _on_frames(self, route: bytes, frames: list[bytes]) -> None:
-        word = frames[0]
-        if word == b"hello":
-            if len(self._peers) > 10_000:
-                self._peers.clear()  # every living client notices the silence and says hello again
-            self._peers[route] = peer = _Peer(os.urandom(32))
-            self._send(route, b"nonce", peer.nonce)
-            return
-        found = self._peers.get(route)
-        if found is None:
-            return
-        if word == b"proof":
-            found.admitted = hmac.compare_digest(frames[1], proof(self._key, found.nonce))
-            self._send(route, b"welcome" if found.admitted else b"refused")
-        elif not found.admitted:
-            self._send(route, b"refused")
-        elif word == b"pull":
-            found.parcel = frames[1]
-            found.number, found.credits = _U32.unpack(frames[2])[0], min(CREDITS, _U32.unpack(frames[3])[0])
-            self._push(route, found)
-        elif word == b"credit" and frames[1] == found.parcel:
-            found.credits = min(CREDITS, found.credits + _U32.unpack(frames[2])[0])
-            self._push(route, found)
+    def _next_deadline(self) -> float | None:
+        times = [peer.prove_by for peer in self._peers if not peer.admitted]
+        if self._accepts_from is not None:
+            times.append(self._accepts_from)
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _push(self, route: bytes, peer: _Peer) -> None:
-        while peer.credits:
-            start = peer.number * PART
-            memory = self._find(peer.parcel, start + PART)
-            if memory is None:
-                self._send(route, b"gone", peer.parcel)
+    def _on_time(self) -> None:
+        now = time.monotonic()
+        for peer in [peer for peer in self._peers if not peer.admitted and now >= peer.prove_by]:
+            self._drop(peer)
+        if self._accepts_from is not None and now >= self._accepts_from:
+            self._accepts_from = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _accept(self) -> None:
+        try:
+            socket, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # no descriptors are left: the listener stays readable, and must not be asked at once
+            log.warning("%s accepts nobody for a second: %s", self.address.netloc, error)
+            self._selector.unregister(self._listener)
+            self._accepts_from = time.monotonic() + 1.0
+            return
+        socket.setblocking(False)
+        _prepare(socket)
+        peer = _Peer(socket, time.monotonic() + _PROVE_S)
+        self._peers.add(peer)
+        self._selector.register(socket, selectors.EVENT_READ, peer)
+        self._say(peer, NONCE, peer.nonce)
+        self._turn(peer, 0)
+
+    def _turn(self, peer: _Peer, events: int) -> None:
+        """Read what has come, and send at most one part, so that each peer has its turn."""
+        try:
+            if events & selectors.EVENT_READ:
+                self._read(peer)
+            if not peer.under_way:
+                self._next_part(peer)
+            self._flush(peer)
+        except Exception as error:  # whatever it is, it ends one connection and not the thread that serves all of them
+            if not isinstance(error, OSError):
+                log.warning("a connection to %s is closed: %r", self.address.netloc, error)
+            self._drop(peer)
+            return
+        if peer.ending and not peer.under_way:
+            self._drop(peer)
+            return
+        wanted = selectors.EVENT_READ
+        if peer.under_way or (peer.parcel and peer.credits):
+            wanted |= selectors.EVENT_WRITE
+        if self._selector.get_key(peer.socket).events != wanted:
+            self._selector.modify(peer.socket, wanted, peer)
+
+    def _read(self, peer: _Peer) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = peer.socket.recv(4096)
+            if not data:
+                raise ConnectionResetError
+            peer.came += data
+        while len(peer.came) >= HEAD.size and not peer.ending:
+            word, number, length = HEAD.unpack_from(peer.came)
+            if length > _MAX_CONTROL:
+                raise struct.error(f"a body of {length} bytes")
+            end = HEAD.size + length
+            if len(peer.came) < end:
                 return
-            body = memory[start : start + PART]
-            if not len(body) or not self._send(route, b"part", peer.parcel, _U32.pack(peer.number), body):
-                return
+            body = bytes(peer.came[HEAD.size : end])
+            del peer.came[:end]
+            self._on_message(peer, word, number, body)
+
+    def _on_message(self, peer: _Peer, word: int, number: int, body: bytes) -> None:
+        if not peer.admitted:
+            peer.admitted = word == PROOF and hmac.compare_digest(body, proof(self._key, peer.nonce))
+            peer.ending = not peer.admitted
+            self._say(peer, WELCOME if peer.admitted else REFUSED)
+        elif word == PULL:
+            credits, peer.parcel = _CREDITS_AND_PARCEL.unpack(body)
+            peer.number, peer.credits = number, min(CREDITS, credits)
+        elif word == CREDIT:
+            peer.credits = min(CREDITS, peer.credits + number)
+
+    def _next_part(self, peer: _Peer) -> None:
+        if not peer.parcel or not peer.credits:
+            return
+        start = peer.number * PART
+        memory = self._find(peer.parcel, start + PART)
+        if memory is None:
+            peer.parcel = b""
+            self._say(peer, GONE)
+        elif body := memory[start : start + PART]:
+            self._say(peer, PART_OF, body, peer.number)
             peer.number += 1
             peer.credits -= 1
+            if start + len(body) == len(memory):
+                peer.credits = max(1, peer.credits)  # the end costs nothing
+        else:
+            # What was sent was the parcel's, and not of one that was given its memory: it is held to this moment.
+            peer.parcel = b""
+            self._say(peer, END)
 
-    def _send(self, route: bytes, *frames: bytes | memoryview) -> bool:
-        try:
-            self._socket.send(route, zmq.SNDMORE | zmq.NOBLOCK)
-            for index, frame in enumerate(frames):
-                more = zmq.SNDMORE if index < len(frames) - 1 else 0
-                self._socket.send(frame, more | zmq.NOBLOCK, copy=len(frame) <= _MAX_CONTROL)
-        except zmq.ZMQError as failure:
-            if failure.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            self._peers.pop(route, None)  # it comes back on a new connection and pulls on from where it was
-            return False
-        return True
+    def _say(self, peer: _Peer, word: int, body: bytes | memoryview = b"", number: int = 0) -> None:
+        peer.under_way.append(memoryview(HEAD.pack(word, number, len(body))))
+        if body:
+            peer.under_way.append(memoryview(body))
+
+    def _flush(self, peer: _Peer) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while peer.under_way:
+                sent = peer.socket.sendmsg(peer.under_way)
+                while peer.under_way and sent >= len(peer.under_way[0]):
+                    sent -= len(peer.under_way.pop(0))
+                if sent:
+                    peer.under_way[0] = peer.under_way[0][sent:]
+
+    def _drop(self, peer: _Peer) -> None:
+        # It comes back on a new connection and pulls on from where it was.
+        self._peers.discard(peer)
+        peer.under_way.clear()
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
 
 
 class BulkClient:
@@ -193,8 +272,8 @@ class BulkClient:
         self.key = key
         self.connections = 0
         """Made so far; more than one means that a connection broke or was silent."""
-        self._socket: Socket | None = None
-        np.empty(_LARGEST_KEPT, np.uint8)  # never touched: freeing it is the point
+        self._socket: sockets.socket | None = None
+        self._head = bytearray(HEAD.size)
 
     def pull(self, parcel: bytes, into: memoryview, timeout_s: float) -> None:
         """Fill `into`, which has the parcel's size.
@@ -205,86 +284,122 @@ class BulkClient:
         deadline = time.monotonic() + timeout_s
         parts = -(-len(into) // PART)
         done = 0
-        while done < parts:
-            socket = self._connect(deadline)
-            if socket is not None:
-                done = self._pull_from(socket, parcel, into, done, parts, deadline)
-            if done < parts:
-                self._disconnect()
+        pause, longest = _AGAIN_S
+        while True:
+            before = done
+            try:
+                if self._socket is None:
+                    self._connect(deadline)
+                for count in self._parts(parcel, into, done, deadline):
+                    done = count
+                return
+            except OSError as error:
+                self.close()
                 if time.monotonic() >= deadline:
                     raise BulkTimeout(
-                        f"{done} of {parts} parts came from {self.address.netloc} within {timeout_s:g} s; is the "
-                        f"executor alive, and can this node reach that port?"
-                    )
+                        f"{done} of {parts} parts came from {self.address.netloc} within {timeout_s:g} s ({error}); is "
+                        f"the executor alive, and can this node reach that port?"
+                    ) from error
+            except ParcelGone:
+                raise
+            except BaseException:
+                self.close()  # the rest of this parcel is still to come on it
+                raise
+            pause = _AGAIN_S[0] if done > before else min(longest, 2 * pause)
+            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
 
     def close(self) -> None:
         """Close the connection."""
-        self._disconnect()
-
-    def _disconnect(self) -> None:
         if self._socket is not None:
-            self._socket.close(linger=0)
+            self._socket.close()
             self._socket = None
 
-    def _connect(self, deadline: float) -> Socket | None:
-        """An admitted connection, or None when none came about in a while."""
-        if self._socket is not None:
-            return self._socket
-        context: Context = zmq.Context.instance()
-        socket: Socket = context.socket(zmq.DEALER)
-        prepare(socket, self.address)
-        socket.set(zmq.MAXMSGSIZE, PART)
-        socket.rcvhwm = 0
-        socket.connect(self.address.zmq)
-        self._socket = socket
+    def _connect(self, deadline: float) -> None:
+        wait = min(_RETRY_S, max(0.001, deadline - time.monotonic()))
+        self._socket = socket = sockets.create_connection((self.address.host, self.address.port), wait)
+        _prepare(socket)
         self.connections += 1
-        until = min(deadline, time.monotonic() + _RETRY_S)
-        socket.send(b"hello")
-        while (frames := _receive(socket, until)) is not None:
-            word = frames[0].bytes
-            if word == b"nonce":
-                socket.send_multipart([b"proof", proof(self.key, frames[1].bytes)])
-            elif word == b"welcome":
-                return socket
-            elif word == b"refused":
-                self._disconnect()
-                raise BulkRefused(f"{self.address.netloc} does not accept this key: another attempt's executor?")
-        return None
+        nonce = bytearray(32)
+        if self._receive_head(deadline) != (NONCE, 0, len(nonce)):
+            raise ConnectionError("who answers there is no executor or worker")
+        self._receive(memoryview(nonce), deadline)
+        self._send(PROOF, 0, proof(self.key, bytes(nonce)))
+        word, _, _ = self._receive_head(deadline)
+        if word == REFUSED:
+            raise BulkRefused(f"{self.address.netloc} does not accept this key: another attempt's executor?")
+        if word != WELCOME:
+            raise ConnectionError(f"found message {word}, expected a welcome")
 
-    def _pull_from(
-        self, socket: Socket, parcel: bytes, into: memoryview, done: int, parts: int, deadline: float
-    ) -> int:
-        socket.send_multipart([b"pull", parcel, _U32.pack(done), _U32.pack(CREDITS)])
+    def _parts(self, parcel: bytes, into: memoryview, done: int, deadline: float) -> Iterator[int]:
+        """Receives parts from `done` on into their places; yields how many have come."""
+        self._send(PULL, done, _CREDITS_AND_PARCEL.pack(CREDITS, parcel))
+        parts = -(-len(into) // PART)
         unsaid = 0
-        while done < parts:
-            frames = _receive(socket, min(deadline, time.monotonic() + _RETRY_S))
-            if frames is None:
-                break
-            word = frames[0].bytes
-            if word == b"refused":
-                break  # the server forgot this connection
-            if len(frames) < 2 or frames[1].bytes != parcel:
-                continue  # the end of an earlier pull
-            if word == b"gone":
+        while True:
+            word, number, length = self._receive_head(deadline)
+            if word == GONE:
                 raise ParcelGone(f"{self.address.netloc} does not hold the parcel any longer")
-            if word != b"part" or _U32.unpack(frames[2].bytes)[0] != done:
-                continue
+            if word == END and done == parts:
+                return
             start = done * PART
-            body = frames[3].buffer
-            if len(body) != min(PART, len(into) - start):
-                raise BulkError(f"part {done} has {len(body)} bytes; the parcel is not the one that was described")
-            into[start : start + len(body)] = body
+            if word != PART_OF or number != done or length != min(PART, len(into) - start):
+                raise BulkError(
+                    f"after {done} of {parts} parts {self.address.netloc} sent message {word} with {length} bytes; the "
+                    f"parcel is not the one that was described"
+                )
+            self._receive(into[start : start + length], deadline)
             done += 1
             unsaid += 1
+            yield done
             if unsaid >= CREDITS // 4 and done < parts:
-                socket.send_multipart([b"credit", parcel, _U32.pack(unsaid)])
+                self._send(CREDIT, unsaid)
                 unsaid = 0
-        return done
+
+    def _send(self, word: int, number: int = 0, body: bytes = b"") -> None:
+        assert self._socket is not None
+        self._socket.sendall(HEAD.pack(word, number, len(body)) + body)
+
+    def _receive_head(self, deadline: float) -> tuple[int, int, int]:
+        self._receive(memoryview(self._head), deadline)
+        word, number, length = HEAD.unpack(self._head)
+        return word, number, length
+
+    def _receive(self, into: memoryview, deadline: float) -> None:
+        """Fill `into`.
+
+        Raises:
+            OSError: the connection broke, or was silent for a while.
+        """
+        assert self._socket is not None
+        done = 0
+        while done < len(into):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the time is over")
+            self._socket.settimeout(min(_RETRY_S, left))
+            count = self._socket.recv_into(into[done:])
+            if not count:
+                raise ConnectionError("the connection was closed")
+            done += count
 
 
-def _receive(socket: Socket, until: float) -> list[zmq.Frame] | None:
-    with contextlib.suppress(zmq.Again):
-        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
-    if not socket.poll(milliseconds(until - time.monotonic())):
-        return None
-    return socket.recv_multipart(copy=False)
+def _listen(address: HostAndPort) -> sockets.socket:
+    try:
+        family, _, _, _, place = sockets.getaddrinfo(
+            address.host, address.port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
+        )[0]
+        both = family == sockets.AF_INET6 and sockets.has_dualstack_ipv6()
+        listener = sockets.create_server(place, family=family, backlog=1024, dualstack_ipv6=both)
+    except OSError as failure:
+        raise OSError(failure.errno, f"cannot listen on {address.netloc}: {failure.strerror}") from failure
+    listener.setblocking(False)
+    return listener
+
+
+def _prepare(socket: sockets.socket) -> None:
+    """A dead node is noticed in ~11 s, as on every socket of ours."""
+    socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
+    socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 5)
+    socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, 2)
+    socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, 3)

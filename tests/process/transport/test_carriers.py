@@ -1,6 +1,7 @@
 """Parcels between processes: shared memory, TCP, files; breaks, wrong keys, and memory that is used again."""
 
 import gc
+import socket
 import subprocess
 import sys
 import threading
@@ -9,11 +10,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
 from miles_hpc.transport import bulk
 from miles_hpc.transport.bulk import PART, BulkClient, BulkRefused, BulkTimeout, ParcelGone
-from miles_hpc.transport.carriers import Inbox, Outbox, map_parcel, write_parcel
+from miles_hpc.transport.carriers import Inbox, Outbox, ParcelRef, map_parcel, write_parcel
 from miles_hpc.transport.columns import SchemaError
 from miles_hpc.transport.parcel import Packing, read_parcel
 from miles_hpc.transport.segments import SegmentMaps, SegmentUnreachable
@@ -145,31 +145,165 @@ def test_a_key_that_is_wrong_and_a_parcel_that_is_gone_are_told_apart(outbox):
     client.close()
 
 
+class Peer:
+    """A consumer that says what it likes."""
+
+    def __init__(self, address, key=None):
+        self.socket = socket.create_connection((address.host, address.port), 20)
+        self.nonce = self.hear()[2]
+        if key is not None:
+            self.say(bulk.PROOF, 0, bulk.proof(key, self.nonce))
+            assert self.hear()[0] == bulk.WELCOME
+
+    def say(self, word, number=0, body=b""):
+        self.socket.sendall(bulk.HEAD.pack(word, number, len(body)) + body)
+
+    def pull(self, parcel, first=0, credits=bulk.CREDITS):
+        self.say(bulk.PULL, first, credits.to_bytes(4, "little") + parcel)
+
+    def hear(self):
+        word, number, length = bulk.HEAD.unpack(self._exactly(bulk.HEAD.size))
+        return word, number, self._exactly(length)
+
+    def _exactly(self, count):
+        found = bytearray()
+        while len(found) < count:
+            data = self.socket.recv(count - len(found))
+            assert data, "the connection was closed"
+            found += data
+        return bytes(found)
+
+    def close(self):
+        self.socket.close()
+
+
 def test_who_does_not_prove_the_key_gets_nothing(outbox):
     ref = outbox.offer(packing(np.arange(1000)))
-    socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.linger = 0
-    try:
-        socket.connect(outbox.address.zmq)
-        socket.send_multipart([b"pull", ref.id, b"\0\0\0\0", b"\1\0\0\0"])
-        assert not socket.poll(300)  # a stranger is not even answered
-        socket.send(b"hello")
-        assert socket.poll(5000) and socket.recv_multipart()[0] == b"nonce"
-        socket.send_multipart([b"pull", ref.id, b"\0\0\0\0", b"\1\0\0\0"])
-        assert socket.poll(5000) and socket.recv_multipart() == [b"refused"]
-        for junk in ([b"pull"], [b"proof"], [b""], [b"credit", ref.id]):
-            socket.send_multipart(junk)
-    finally:
-        socket.close()
+    for word, body in (
+        (bulk.PULL, b"\1\0\0\0" + ref.id),
+        (bulk.PROOF, bulk.proof(b"another", b"n" * 32)),
+        (bulk.PROOF, b""),
+        (bulk.CREDIT, b""),
+        (0, b""),
+    ):
+        stranger = Peer(outbox.address)
+        stranger.say(word, 0, body)
+        assert stranger.hear() == (bulk.REFUSED, 0, b"")
+        assert stranger.socket.recv(1) == b""
+        stranger.close()
+    # A proof is of its own connection's nonce.
+    known, thief = Peer(outbox.address), Peer(outbox.address)
+    thief.say(bulk.PROOF, 0, bulk.proof(ref.key, known.nonce))
+    assert thief.hear()[0] == bulk.REFUSED
+    known.close()
+    thief.close()
     assert bytes(Inbox("tcp").fetch(ref, 10)) == bytes(Inbox("shm").fetch(ref, 10))
+
+
+def test_junk_ends_its_own_connection_only(outbox):
+    ref = outbox.offer(packing(np.arange(1000)))
+    for junk in (
+        bulk.HEAD.pack(bulk.PULL, 0, 1 << 30),
+        bulk.HEAD.pack(bulk.PULL, 0, 3) + b"abc",
+        b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n",
+    ):
+        peer = Peer(outbox.address, ref.key)
+        peer.socket.sendall(junk)
+        assert peer.socket.recv(1) == b""
+        peer.close()
+    assert bytes(Inbox("tcp").fetch(ref, 10)) == bytes(Inbox("shm").fetch(ref, 10))
+
+
+def test_a_parcel_that_cannot_be_laid_out_ends_its_own_connection_only(outbox, monkeypatch):
+    class Broken(Packing):
+        def writing(self, into, step=PART):
+            raise MemoryError("no room")
+            yield
+
+    good, bad = outbox.offer(packing([1])), outbox.offer(Broken("test", {"values": np.zeros(9)}), remote=True)
+    peer = Peer(outbox.address, bad.key)
+    peer.pull(bad.id)
+    assert peer.socket.recv(1) == b""
+    peer.close()
+    assert Inbox("tcp").fetch(good, 10)
+
+
+def test_a_consumer_that_does_not_read_holds_nobody_up_and_gets_no_more_than_its_credits(outbox):
+    parts = [np.full(PART // 4, number, np.int32) for number in range(40)]
+    ref = outbox.offer(Packing("test", {"values": parts}), remote=True)
+    idle = Peer(outbox.address, ref.key)
+    idle.pull(ref.id, credits=2)
+    assert [idle.hear()[:2] for _ in range(2)] == [(bulk.PART_OF, number) for number in range(2)]
+    assert outbox._held[ref.id]._written <= 4 * PART
+    idle.say(bulk.CREDIT, 1000)  # more than CREDITS are not given
+    inbox = Inbox()
+    np.testing.assert_array_equal(read_parcel("test", inbox.fetch(ref, 60))[0]["values"], np.concatenate(parts))
+    inbox.close()
+    found = [idle.hear()[:2] for _ in range(bulk.CREDITS)]
+    assert found == [(bulk.PART_OF, 2 + number) for number in range(bulk.CREDITS)]
+    idle.socket.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        idle.socket.recv(1)
+    # It dies without a word; one that comes back goes on where it wants to, and nothing is left of the first.
+    idle.close()
+    again = Peer(outbox.address, ref.key)
+    again.pull(ref.id, first=ref.nbytes // PART)
+    word, number, body = again.hear()
+    assert (word, number, len(body)) == (bulk.PART_OF, ref.nbytes // PART, ref.nbytes % PART)
+    assert again.hear()[0] == bulk.END
+    again.close()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_parcel_that_is_released_while_it_is_pulled_is_gone_and_never_another_s_bytes(outbox, last):
+    ref = outbox.offer(packing(np.zeros(3 * PART // 4)))
+    peer = Peer(outbox.address, ref.key)
+    sent = -(-ref.nbytes // PART) if last else 2
+    peer.pull(ref.id, credits=sent - last)
+    for number in range(sent - last):
+        assert peer.hear()[:2] == (bulk.PART_OF, number)
+    outbox.release(ref)
+    other = outbox.offer(packing(np.ones(3 * PART // 4)))
+    assert other.segment.inode == ref.segment.inode  # its memory is filled anew
+    peer.say(bulk.CREDIT, 5)
+    assert peer.hear()[0] == bulk.GONE
+    # The connection serves on.
+    peer.pull(other.id)
+    assert peer.hear()[0] == bulk.PART_OF
+    peer.close()
+
+
+def test_a_producer_without_descriptors_accepts_again_when_there_are_some():
+    code = (
+        "import resource, sys, msgspec, numpy as np\n"
+        "from miles_hpc.transport.carriers import Outbox\n"
+        "from miles_hpc.transport.parcel import Packing\n"
+        "from miles_hpc.wire.address import HostAndPort\n"
+        "outbox = Outbox(HostAndPort('127.0.0.1', 0))\n"
+        "ref = outbox.offer(Packing('test', {'values': np.arange(9)}))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "print(msgspec.json.encode(ref).decode(), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        ref = msgspec.json.decode(process.stdout.readline(), type=ParcelRef)
+        crowd = [socket.create_connection((ref.address.host, ref.address.port), 20) for _ in range(60)]
+        for one in crowd:
+            one.close()
+        inbox = Inbox("tcp")
+        assert read_parcel("test", inbox.fetch(ref, 60))[0]["values"].tolist() == list(range(9))
+        inbox.close()
+    finally:
+        process.stdin.close()
+        process.wait(20)
+        process.stdout.close()
 
 
 class Cut:
     """A TCP relay that cuts each connection after so many bytes of answers."""
 
     def __init__(self, target, after):
-        import socket
-
         self._target, self._after = target, after
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = HostAndPort("127.0.0.1", self._listener.getsockname()[1])
@@ -178,8 +312,6 @@ class Cut:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
-        import socket
-
         while True:
             try:
                 near, _ = self._listener.accept()
