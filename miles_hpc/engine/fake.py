@@ -13,9 +13,11 @@ import hashlib
 import re
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.engine.requests import (
@@ -52,6 +54,15 @@ def right_answer(prompt: str) -> str | None:
     return number.group() if number else None
 
 
+def _mix64(values: Any) -> Any:
+    """`mix64` of an array of uint64."""
+    with np.errstate(over="ignore"):  # it is meant to wrap around
+        values = values + np.uint64(0x9E3779B97F4A7C15)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return values ^ (values >> np.uint64(31))
+
+
 class Script:
     """Answers by script. Pure: the same tokenizer, ids and seed give the same tokens everywhere."""
 
@@ -67,20 +78,19 @@ class Script:
         digest = hashlib.blake2b(ids, digest_size=8, key=struct.pack("<Q", seed & (1 << 64) - 1)).digest()
         return int.from_bytes(digest, "little")
 
-    def tokens(self, request: Request) -> Iterator[int]:
-        """The endless answer: the text, the model's stop ids, then filler digits."""
+    def head(self, request: Request) -> list[int]:
+        """How the answer begins: the text, and the model's stop id."""
         key = self.key(request)
         answer = right_answer(self._tokenizer.decode(request.input_ids))
         if answer is None:
             answer = str(mix64(key) % 100)
         elif mix64(key) / 2**64 >= RIGHT_SHARE:
             answer = str(int(answer) + 1 + mix64(key + 1) % 9)
-        yield from self._tokenizer.encode(answer)
-        yield from self._tokenizer.stop_token_ids[:1]
-        index = 0
-        while True:
-            index += 1
-            yield self._fillers[mix64(key + index) % len(self._fillers)]
+        return [*self._tokenizer.encode(answer), *self._tokenizer.stop_token_ids[:1]]
+
+    def filler(self, key: int, number: int) -> int:
+        """The token `number` places behind the head, counted from 1."""
+        return self._fillers[mix64(key + number) % len(self._fillers)]
 
     def logprob(self, key: int, index: int) -> float:
         """Log-probability that is claimed for output token `index`, in [-2.05, -0.05]."""
@@ -91,9 +101,10 @@ class Script:
         sampling = request.sampling
         result = Result(finish={"type": "length", "length": sampling.max_new_tokens})
         key = self.key(request)
-        for index, token in enumerate(self.tokens(request)):
-            if index >= sampling.max_new_tokens:
-                break
+        head = self.head(request)
+        stoppable = bool(sampling.stop) or not sampling.stop_token_ids.isdisjoint(self._fillers)
+        for index in range(sampling.max_new_tokens if stoppable else min(len(head), sampling.max_new_tokens)):
+            token = head[index] if index < len(head) else self.filler(key, index - len(head) + 1)
             result.output_ids.append(token)
             result.output_logprobs.append(self.logprob(key, index))
             if index + 1 <= sampling.min_new_tokens:
@@ -105,6 +116,8 @@ class Script:
             if matched is not None:
                 result.finish = {"type": "stop", "matched": matched}
                 break
+        if result.finish["type"] == "length":
+            self._fill_up(result, key, len(head), sampling.max_new_tokens)
         if request.return_logprob and request.top_logprobs_num:
             pairs = zip(result.output_logprobs, result.output_ids, strict=True)
             result.output_top = [[(logprob, token)] for logprob, token in pairs]
@@ -117,6 +130,13 @@ class Script:
             ]
             result.input_top = [None if value is None else [(value, t)] for value, t in result.input_logprobs]
         return result
+
+    def _fill_up(self, result: Result, key: int, head: int, tokens: int) -> None:
+        """The fillers that are missing, all at once: one by one, a long answer would hold up all others."""
+        places = np.arange(len(result.output_ids), tokens, dtype=np.uint64)
+        fillers = _mix64(np.uint64(key) + places - np.uint64(head) + np.uint64(1)) % np.uint64(len(self._fillers))
+        result.output_ids += np.array(self._fillers)[fillers].tolist()
+        result.output_logprobs += (-0.05 - 2.0 * (_mix64(np.uint64(key) ^ _mix64(places)) / 2.0**64)).tolist()
 
     def _matched_text(self, ids: list[int], stop: tuple[str, ...]) -> str | None:
         if not stop:

@@ -1,4 +1,10 @@
-"""1,000 generations at once from one rollout worker: how much of a bare client's throughput is left, at which CPU?"""
+"""1,000 generations at once from one rollout worker: how much of a bare client's throughput is left, at which CPU?
+
+The bare client does what any client must for a sample that can be trained on: it posts the ids, reads the answer and
+turns its token ids and log-probs into arrays; over the same HTTP library, with connections that are warm. It does so
+in two forms: with the answer in one piece, and with a stream of partial answers, of which it takes the last. A rollout
+worker streams, since only a stream tells a slow engine from a lost one.
+"""
 
 import asyncio
 import contextlib
@@ -11,10 +17,13 @@ import sys
 import time
 
 import aiohttp
+import msgspec
+import numpy as np
 import psutil
 from groups import ANY, prepare, workers
 
 from miles_hpc.config.schema import MakeModelConfig
+from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.executor import Executor
 from miles_hpc.rollout.published import PublishedVersions
@@ -22,7 +31,20 @@ from miles_hpc.train.make_model import make_model
 from miles_hpc.transport.carriers import Outbox
 
 COUNT = 1000
-ROUNDS = 5
+SIZES = {64: (5.0, 5), 512: (2.0, 5), 8192: (0.25, 2)}
+"""Tokens of an answer -> milliseconds that one takes, and rounds."""
+
+
+def endless_model(directory):
+    """A model without a token that ends an answer: each is as long as the request allows."""
+    model = make_model(MakeModelConfig(hidden_size=16, layers=1, heads=2), 0, directory)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        path = model / name
+        if path.is_file():
+            settings = json.loads(path.read_text())
+            settings = {key: value for key, value in settings.items() if not key.startswith("eos_token")}
+            path.write_text(json.dumps(settings))
+    return model
 
 
 @contextlib.contextmanager
@@ -32,7 +54,7 @@ def fake_engine(model, token_ms):
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "miles_hpc.engine.fake", "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen(
-        [*command, "--model-path", str(model), "--token-ms", str(token_ms)],
+        [*command, "--model-path", str(model), "--token-ms", str(token_ms), "--context-length", "65536"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "MILES_HPC_PARENT": str(os.getpid())},
@@ -58,24 +80,31 @@ async def bare_session(port):
     return http
 
 
-async def bare_round(http, port, count, tokens):
+async def bare_round(http, port, prompts, tokens, stream):
     """Seconds of each request, and of all."""
     times = []
 
-    async def one(seed):
+    async def one(seed, prompt):
         body = {
-            "input_ids": [5, 6, 7, 8],
+            "input_ids": prompt,
             "sampling_params": {"max_new_tokens": tokens, "sampling_seed": seed, "temperature": 1.0},
             "return_logprob": True,
+            "stream": stream,
         }
         begun = time.monotonic()
         async with http.post(f"http://127.0.0.1:{port}/generate", json=body) as answer:
-            await answer.read()
+            found = await answer.read()
             assert answer.status == 200
+        if stream:
+            found = found[found.rindex(b'data: {"') + 6 : found.rindex(b"\n\ndata: [DONE]")]
+        found = msgspec.json.decode(found)
+        ids = np.array(found["output_ids"], np.int32)
+        logprobs = np.array([row[0] for row in found["meta_info"]["output_token_logprobs"]], np.float32)
+        assert len(ids) == len(logprobs) == tokens
         times.append(time.monotonic() - begun)
 
     begun = time.monotonic()
-    await asyncio.gather(*(one(seed) for seed in range(count)))
+    await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
     return times, time.monotonic() - begun
 
 
@@ -85,7 +114,8 @@ def p99_ms(times):
 
 async def measure(run_dir, tokens):
     """Medians of rounds that alternate, the first of each left out."""
-    model = make_model(MakeModelConfig(hidden_size=16, layers=1, heads=2), 0, run_dir / "model")
+    token_ms, rounds = SIZES[tokens]
+    model = endless_model(run_dir / "model")
     config = prepare(
         run_dir,
         COUNT,
@@ -101,8 +131,11 @@ async def measure(run_dir, tokens):
             "model": {"path": str(model)},
         },
     )
+    tokenizer = ChatTokenizer(model)
+    prompts = [tokenizer.render([{"role": "user", "content": f"p{index}"}]) for index in range(COUNT)]
     os.environ["BENCH_TIMES"] = str(run_dir / "times.json")
-    with fake_engine(model, token_ms=5) as port:
+    found = {"bare": [], "streamed": [], "worker": []}
+    with fake_engine(model, token_ms) as port:
         http = await bare_session(port)
         dispatcher = Dispatcher(ANY, run_dir, 0, lease_s=config.timing.dead)
         outbox = Outbox(ANY)
@@ -111,32 +144,30 @@ async def measure(run_dir, tokens):
             executor = Executor(config, 0, run_dir, dispatcher, outbox, PublishedVersions(run_dir))
             with workers(run_dir, 1, dispatcher.address, str(port)) as started:
                 await executor.open({"incarnation": 1, "state": None}, [])
-                found = []
                 watched = psutil.Process(started[0].pid)
-                for rollout in range(1 + ROUNDS):
-                    cpu = time.process_time()
-                    times, bare_s = await bare_round(http, port, COUNT, tokens)
-                    bare_cpu = time.process_time() - cpu
+                for rollout in range(1 + rounds):
+                    for name in ("bare", "streamed"):
+                        cpu = time.process_time()
+                        times, seconds = await bare_round(http, port, prompts, tokens, name == "streamed")
+                        found[name].append((seconds, time.process_time() - cpu, p99_ms(times)))
                     cpu, begun = sum(watched.cpu_times()[:2]), time.monotonic()
                     await executor.generate({"incarnation": 1, "rollout_id": rollout, "weight_version": 1}, [])
-                    worker_s = time.monotonic() - begun
-                    worker_cpu = sum(watched.cpu_times()[:2]) - cpu
-                    worker_times = json.loads((run_dir / "times.json").read_text())
-                    one = (bare_s, worker_s, bare_cpu, worker_cpu, p99_ms(times), p99_ms(worker_times))
-                    found.append(one)
+                    seconds, cpu = time.monotonic() - begun, sum(watched.cpu_times()[:2]) - cpu
+                    times = json.loads((run_dir / "times.json").read_text())
+                    found["worker"].append((seconds, cpu, p99_ms(times)))
+                    await executor.prepare_commit({"incarnation": 1, "rollout_id": rollout}, [])
+                    await executor.committed({"incarnation": 1, "rollout_id": rollout}, [])
         finally:
             await http.close()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             dispatcher.close()
             outbox.close()
-    bare_s, worker_s, bare_cpu, worker_cpu, bare_p99, worker_p99 = map(statistics.median, zip(*found[1:], strict=True))
-    return {
-        "bare_per_s": COUNT / bare_s,
-        "bare_p99_ms": bare_p99,
-        "bare_cpu_us": bare_cpu / COUNT * 1e6,
-        "worker_per_s": COUNT / worker_s,
-        "worker_p99_ms": worker_p99,
-        "worker_cpu_us": worker_cpu / COUNT * 1e6,
-        "ratio": statistics.median(bare / worker for bare, worker, *_ in found[1:]),
-    }
+    told = {}
+    for name, all_rounds in found.items():
+        seconds, cpu, p99 = map(statistics.median, zip(*all_rounds[1:], strict=True))
+        told |= {f"{name}_per_s": COUNT / seconds, f"{name}_cpu_us": cpu / COUNT * 1e6, f"{name}_p99_ms": p99}
+    for name in ("bare", "streamed"):
+        pairs = list(zip(found[name], found["worker"], strict=True))[1:]
+        told[f"ratio_{name}"] = statistics.median(theirs[0] / ours[0] for theirs, ours in pairs)
+    return told

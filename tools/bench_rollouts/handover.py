@@ -1,5 +1,6 @@
 """How long from finished samples in the producer to torch tensors in the consumer? Ours, and the limits beside."""
 
+import contextlib
 import json
 import mmap
 import socket
@@ -42,6 +43,8 @@ class Consumer:
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "consumer.py"), carrier], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+
+    def ready(self):
         self.process.stdout.readline()
 
     def give(self, ref):
@@ -53,80 +56,163 @@ class Consumer:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(30)
+
+
+class Carried:
+    """Hand-overs of the same samples over one carrier, dealt out to its consumers."""
+
+    def __init__(self, carrier, made, consumers=1):
+        self._carrier = carrier
+        self._parts = [made[index::consumers] for index in range(consumers)]
+        self._outbox = Outbox(HostAndPort("127.0.0.1", 0))
+        self._consumers = [Consumer(carrier) for _ in range(consumers)]
+        for one in self._consumers:
+            one.ready()
+
+    def once(self):
+        """Times in ms; `cpu_ms` is of both ends, until the tensors are there."""
+        begun, cpu = time.monotonic(), time.process_time()
+        refs = []
+        for one, part in zip(self._consumers, self._parts, strict=True):
+            refs.append(self._outbox.offer(RolloutBatch.packing_of(part), remote=self._carrier == "tcp"))
+            packed = time.monotonic()
+            one.give(refs[-1])
+        answers = [one.answer() for one in self._consumers]
+        cpu = time.process_time() - cpu
+        for ref in refs:
+            self._outbox.release(ref)
+        return {
+            "ms": (max(answer["ended"] for answer in answers) - begun) * 1e3,
+            "pack_ms": (packed - begun) * 1e3,
+            "cpu_ms": cpu * 1e3 + sum(answer["cpu_ms"] for answer in answers),
+            "peak_mb": max(answer["peak_mb"] for answer in answers),
+            "sum": sum(answer["sum"] for answer in answers),
+        }
+
+    def close(self):
+        for one in self._consumers:
+            one.close()
+        self._outbox.close()
+
+
+class Memcpy:
+    """A copy of so many bytes into memory that is mapped already."""
+
+    def __init__(self, nbytes):
+        self._source = np.ones(nbytes, np.uint8)
+        self._target = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        self._target[:] = self._source
+
+    def once(self):
+        begun, cpu = time.monotonic(), time.process_time()
+        self._target[:] = self._source
+        return {"ms": (time.monotonic() - begun) * 1e3, "cpu_ms": (time.process_time() - cpu) * 1e3}
+
+    def close(self):
+        self._source = self._target = None
+
+
+class Loopback:
+    """So many bytes over one TCP connection, recv_into a reused buffer."""
+
+    def __init__(self, nbytes):
+        self._nbytes = nbytes
+        self._into, self._block = bytearray(1 << 20), bytes(1 << 20)
+
+    def once(self):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            far = socket.create_connection(listener.getsockname())
+            near, _ = listener.accept()
+        # A thread is enough: both ends sit in system calls, without the interpreter's lock.
+        sender = threading.Thread(target=self._send, args=(near,))
+        begun, cpu, done = time.monotonic(), time.process_time(), 0
+        with far:
+            sender.start()
+            while count := far.recv_into(self._into):
+                done += count
+            found = {"ms": (time.monotonic() - begun) * 1e3, "cpu_ms": (time.process_time() - cpu) * 1e3}
+        sender.join()
+        assert done == self._nbytes
+        return found
+
+    def _send(self, near):
+        left = memoryview(self._block)
+        with near:
+            for start in range(0, self._nbytes, len(left)):
+                near.sendall(left[: self._nbytes - start])
+
+    def close(self):
+        pass
+
+
+class Ray:
+    """Ray's object store with the same samples, in processes of its own."""
+
+    def __init__(self, command, env):
+        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answer()
+
+    def _answer(self):
+        answer = self._process.stdout.readline()
+        if not answer:
+            sys.exit(f"Ray failed with code {self._process.wait(30)}")
+        return json.loads(answer)
+
+    def once(self, kind="arrays"):
+        self._process.stdin.write(kind + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(60)
 
 
 def measure(carrier, samples, tokens, rounds=5, consumers=1):
     """Medians of a few hand-overs, the first one (cold memory) left out."""
-    made = finished(arrays(samples, tokens))
-    outbox = Outbox(HostAndPort("127.0.0.1", 0))
-    others = [Consumer(carrier) for _ in range(consumers)]
-    totals, packs, peaks, sums = [], [], [], set()
-    try:
-        for number in range(rounds + 1):
-            begun = time.monotonic()
-            parts = [made[index::consumers] for index in range(consumers)]
-            refs, packed = [], 0.0
-            for other, part in zip(others, parts, strict=True):
-                refs.append(outbox.offer(RolloutBatch.packing_of(part), remote=carrier == "tcp"))
-                packed = time.monotonic() - begun
-                other.give(refs[-1])
-            answers = [other.answer() for other in others]
-            for ref in refs:
-                outbox.release(ref)
-            if number:
-                totals.append(max(answer["ended"] for answer in answers) - begun)
-                packs.append(packed)
-                peaks.append(max(answer["peak_mb"] for answer in answers))
-                sums.add(sum(answer["sum"] for answer in answers))
-    finally:
-        for other in others:
-            other.close()
-        outbox.close()
-    assert len(sums) == 1, sums
-    total = statistics.median(totals)
     moved = payload_bytes(samples, tokens)
-    return {
-        "ms": total * 1e3,
-        "pack_ms": statistics.median(packs) * 1e3,
-        "gbps": moved / total / 1e9,
-        "mem_ratio": statistics.median(peaks) * 2**20 / (moved / consumers),
-        "sum": sums.pop(),
-    }
+    carried = Carried(carrier, finished(arrays(samples, tokens)), consumers)
+    try:
+        found = [carried.once() for _ in range(rounds + 1)]
+    finally:
+        carried.close()
+    assert len({one["sum"] for one in found}) == 1
+    middle = medians(found[1:])
+    gbps, peak = moved / middle["ms"] / 1e6, middle["peak_mb"] * 2**20 / (moved / consumers)
+    return {"ms": middle["ms"], "cpu_ms": middle["cpu_ms"], "gbps": gbps, "mem_ratio": peak}
 
 
-def warm_memcpy(nbytes=256 << 20):
-    """GB/s into memory that is mapped already."""
-    source, target = np.ones(nbytes, np.uint8), np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-    target[:] = source
-    times = []
-    for _ in range(5):
-        begun = time.monotonic()
-        target[:] = source
-        times.append(time.monotonic() - begun)
-    return nbytes / statistics.median(times) / 1e9
+def side_by_side(samples, tokens, rounds, ray=None):
+    """Every round has one of each, so that all have the same machine; the first round (cold memory) is left out.
+
+    Returns name -> its rounds. With Ray, all must have carried the same numbers.
+    """
+    moved, made = payload_bytes(samples, tokens), finished(arrays(samples, tokens))
+    with contextlib.ExitStack() as stack:
+        theirs = None if ray is None else stack.enter_context(contextlib.closing(Ray(*ray)))
+        ours = {carrier: stack.enter_context(contextlib.closing(Carried(carrier, made))) for carrier in ("shm", "tcp")}
+        limits = {"memcpy": Memcpy(moved), "loopback": Loopback(moved)}
+        # A limit beside what it limits.
+        order = {"memcpy": limits["memcpy"], "shm": ours["shm"], "loopback": limits["loopback"], "tcp": ours["tcp"]}
+        if ray is not None:
+            order["ray_arrays"] = theirs
+        found = {name: [] for name in order}
+        for _ in range(rounds + 1):
+            for name, one in order.items():
+                found[name].append(one.once())
+        found = {name: one[1:] for name, one in found.items()}
+        if ray is not None:
+            found["ray_lists"] = [theirs.once("lists") for _ in range(2)]
+    sums = {one["sum"] for name in found for one in found[name] if one.get("sum") is not None}
+    assert len(sums) == 1, f"they carried different numbers: {sums}"
+    return found
 
 
-def raw_loopback(nbytes=512 << 20):
-    """GB/s of one TCP connection, recv_into a reused buffer."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    block = bytes(1 << 20)
+def medians(rounds):
+    return {key: statistics.median(one[key] for one in rounds) for key in rounds[0] if rounds[0][key] is not None}
 
-    def send():
-        near, _ = listener.accept()
-        with near:
-            for _ in range(nbytes // len(block)):
-                near.sendall(block)
 
-    child = threading.Thread(target=send)
-    # A thread is enough: both ends sit in system calls, without the interpreter's lock.
-    child.start()
-    into = bytearray(1 << 20)
-    with socket.create_connection(listener.getsockname()) as far:
-        begun, done = time.monotonic(), 0
-        while count := far.recv_into(into):
-            done += count
-        seconds = time.monotonic() - begun
-    child.join()
-    listener.close()
-    return done / seconds / 1e9
+def ratio(over, under, key="ms"):
+    """Median of the rounds' ratios."""
+    return statistics.median(a[key] / b[key] for a, b in zip(over, under, strict=False))

@@ -5,7 +5,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,8 +16,10 @@ sys.path.insert(0, str(HERE))
 import generate  # noqa: E402
 import groups  # noqa: E402
 import handover  # noqa: E402
+from samples import payload_bytes  # noqa: E402
+from table import table  # noqa: E402
 
-PARTS = ("limits", "handover", "groups", "generate", "table")
+PARTS = ("handover", "groups", "generate", "table")
 GOALS = {
     "shm_vs_ray_arrays": 1.3,
     "tcp_vs_ray_arrays": 1.0,
@@ -31,74 +32,49 @@ GOALS = {
 }
 
 
-def ray_side(samples, tokens):
+def ray_command(samples, tokens):
     packages = next((ROOT / ".runtimes" / "ray" / "lib").glob("python3*/site-packages"))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "ray_side.py"), str(samples), str(tokens)],
-        env={**os.environ, "PYTHONPATH": str(packages), "RAY_DISABLE_IMPORT_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"Ray failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(packages),
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+        "RAY_raylet_start_wait_time_s": "120",
+    }
+    return [sys.executable, str(HERE / "ray_side.py"), str(samples), str(tokens)], env
+
+
+def hand_over(options):
+    """Ours, the limits and Ray in turns; a ratio is the median of the rounds' ratios."""
+    ray = ray_command(options.samples, options.tokens) if options.with_ray else None
+    rounds = handover.side_by_side(options.samples, options.tokens, options.rounds, ray)
+    moved = payload_bytes(options.samples, options.tokens)
+    middle = {name: handover.medians(one) for name, one in rounds.items()}
+    found = {f"{limit}_gbps": moved / middle[limit]["ms"] / 1e6 for limit in ("memcpy", "loopback")}
+    for name, one in middle.items():
+        found[f"{name}_ms"] = one["ms"]
+        if "cpu_ms" in one:
+            found[f"{name}_cpu_ms"] = one["cpu_ms"]
+        extra = f", {one['pack_ms']:.1f} ms until it was offered" if "pack_ms" in one else ""
+        cpu = f", {one['cpu_ms']:.1f} ms of CPU" if "cpu_ms" in one else ""
+        say(options, f"{name}: {one['ms']:.1f} ms ({moved / one['ms'] / 1e6:.2f} GB/s){cpu}{extra}")
+    for carrier, limit in (("shm", "memcpy"), ("tcp", "loopback")):
+        found[f"{carrier}_gbps"] = moved / middle[carrier]["ms"] / 1e6
+        found[f"{carrier}_vs_{limit}"] = handover.ratio(rounds[limit], rounds[carrier])
+        found[f"{carrier}_vs_{limit}_cpu"] = handover.ratio(rounds[limit], rounds[carrier], "cpu_ms")
+        for kind in ("arrays", "lists") if ray else ():
+            found[f"{carrier}_vs_ray_{kind}"] = handover.ratio(rounds[f"ray_{kind}"], rounds[carrier])
+        if ray:
+            found[f"{carrier}_vs_ray_arrays_cpu"] = handover.ratio(rounds["ray_arrays"], rounds[carrier], "cpu_ms")
+    found["consumer_mem_ratio"] = max(middle[carrier]["peak_mb"] for carrier in ("shm", "tcp")) * 2**20 / moved
+    say(options, "ratios, medians of the rounds (speed, and CPU where it says cpu):")
+    say(options, "  " + ", ".join(f"{key} {value:.2f}" for key, value in found.items() if "_vs_" in key))
+    say(options, f"consumer's peak memory {found['consumer_mem_ratio']:.2f} x the packed bytes")
+    return found
 
 
 def say(options, text):
     if not options.json:
         print(text, flush=True)
-
-
-def table(options):
-    """Time, CPU and memory against tokens, consumers and workers; all should be straight lines."""
-    handed = []
-    for tokens in (1024, 4096, 16384, 65536):
-        samples = min(options.samples, 256)
-        for carrier in ("shm", "tcp"):
-            handed.append((f"{samples} x {tokens}", 1, carrier, handover.measure(carrier, samples, tokens, rounds=3)))
-    for consumers in (2, 4, 8):
-        for carrier in ("shm", "tcp"):
-            found = handover.measure(carrier, 512, 4096, rounds=3, consumers=consumers)
-            handed.append(("512 x 4096", consumers, carrier, found))
-    say(options, "\n| samples x tokens | consumers | carrier | ms | GB/s | consumer memory / its bytes |")
-    say(options, "|---|---|---|---|---|---|")
-    for size, consumers, carrier, one in handed:
-        say(
-            options,
-            f"| {size} | {consumers} | {carrier} | {one['ms']:.1f} | {one['gbps']:.2f} | {one['mem_ratio']:.2f} |",
-        )
-    say(
-        options,
-        "\n| 128 samples of tokens | workers | ms | executor CPU ms | workers CPU ms | executor memory / bytes |",
-    )
-    say(options, "|---|---|---|---|---|---|")
-    long = []
-    for tokens, processes in ((1024, 2), (4096, 2), (16384, 2), (65536, 2), (16384, 1), (16384, 4), (16384, 8)):
-        one = in_directory(groups.long_groups, tokens, processes)
-        long.append({"tokens": tokens, "workers": processes, **one})
-        say(
-            options,
-            f"| {tokens} | {processes} | {one['ms']:.0f} | {one['executor_ms']:.1f} | {one['worker_ms']:.0f} | "
-            f"{one['mem_ratio']:.2f} |",
-        )
-    say(options, "\n| workers | tiny groups/s | executor CPU us | worker CPU us |\n|---|---|---|---|")
-    tiny = []
-    for processes in (1, 2, 4, 8):
-        one = in_directory(groups.tiny_groups, 5000, processes)
-        tiny.append({"workers": processes, **one})
-        say(
-            options,
-            f"| {processes} | {one['groups_per_s']:.0f} | {one['executor_us']:.0f} | {one['worker_us']:.0f} |",
-        )
-    return {
-        "handover": [
-            {"size": size, "consumers": consumers, "carrier": carrier, "ms": one["ms"], "mem_ratio": one["mem_ratio"]}
-            for size, consumers, carrier, one in handed
-        ],
-        "long_groups": long,
-        "tiny_groups": tiny,
-    }
 
 
 def in_directory(measure, *arguments):
@@ -113,36 +89,16 @@ def main():
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=7, help="of the hand-over, one of each in turn")
+    parser.add_argument("--row-deadline", type=float, default=300.0, help="seconds for one row of the table")
     options = parser.parse_args()
     wanted = options.only.split(",")
+    if unknown := [part for part in wanted if part not in PARTS]:
+        parser.error(f"--only: no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     found = {}
     say(options, f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    if "limits" in wanted:
-        found["memcpy_gbps"] = handover.warm_memcpy()
-        found["loopback_gbps"] = handover.raw_loopback()
-        say(options, f"warm memcpy {found['memcpy_gbps']:.2f} GB/s, raw loopback TCP {found['loopback_gbps']:.2f} GB/s")
     if "handover" in wanted:
-        ours = {}
-        for carrier in ("shm", "tcp"):
-            one = ours[carrier] = handover.measure(carrier, options.samples, options.tokens)
-            found[f"{carrier}_ms"], found[f"{carrier}_gbps"] = one["ms"], one["gbps"]
-            say(
-                options,
-                f"{carrier}: {one['ms']:.1f} ms ({one['gbps']:.2f} GB/s), {one['pack_ms']:.1f} ms of it packing; "
-                f"consumer's peak {one['mem_ratio']:.2f} x the packed bytes",
-            )
-        found["consumer_mem_ratio"] = max(one["mem_ratio"] for one in ours.values())
-        if options.with_ray:
-            ray = ray_side(options.samples, options.tokens)
-            assert ray["arrays"]["sum"] == ours["shm"]["sum"], "Ray carried other numbers"
-            found["ray_arrays_ms"], found["ray_lists_ms"] = ray["arrays"]["ms"], ray["lists"]["ms"]
-            for carrier in ("shm", "tcp"):
-                for kind in ("arrays", "lists"):
-                    found[f"{carrier}_vs_ray_{kind}"] = found[f"ray_{kind}_ms"] / found[f"{carrier}_ms"]
-            say(options, f"Ray: arrays {found['ray_arrays_ms']:.1f} ms, lists {found['ray_lists_ms']:.0f} ms")
-        if "memcpy_gbps" in found:
-            found["shm_vs_memcpy"] = found["shm_gbps"] / found["memcpy_gbps"]
-            found["tcp_vs_loopback"] = found["tcp_gbps"] / found["loopback_gbps"]
+        found |= hand_over(options)
     if "groups" in wanted:
         one = in_directory(groups.tiny_groups, 10_000, 4)
         found |= {"groups_per_s": one["groups_per_s"], "executor_us": one["executor_us"], "worker_us": one["worker_us"]}
@@ -152,18 +108,21 @@ def main():
             f"{one['executor_us']:.0f} us, workers {one['worker_us']:.0f} us",
         )
     if "generate" in wanted:
-        for name, tokens in (("generate", 64), ("generate_long", 512)):
+        for tokens in generate.SIZES:
             one = in_directory(generate.measure, tokens)
-            found |= {f"{name}_{key}": value for key, value in one.items()}
-            say(
-                options,
-                f"1,000 generations of {tokens} tokens at once: {one['worker_per_s']:.0f}/s from a worker, "
-                f"{one['bare_per_s']:.0f}/s from a bare client ({one['ratio']:.0%}); p99 {one['worker_p99_ms']:.0f} "
-                f"and {one['bare_p99_ms']:.0f} ms, CPU {one['worker_cpu_us']:.0f} and {one['bare_cpu_us']:.0f} us each",
-            )
+            found |= {f"generate_{tokens}_{key}": value for key, value in one.items()}
+            say(options, f"1,000 generations of {tokens} tokens at once:")
+            for name, text in (("worker", "a worker"), ("streamed", "bare, streamed"), ("bare", "bare, one piece")):
+                ratio = f" ({one[f'ratio_{name}']:.0%})" if f"ratio_{name}" in one else ""
+                say(
+                    options,
+                    f"  {text:16} {one[f'{name}_per_s']:6.0f}/s{ratio:7}  p99 {one[f'{name}_p99_ms']:6.0f} ms  "
+                    f"CPU {one[f'{name}_cpu_us']:6.0f} us each",
+                )
     if "table" in wanted:
-        found["table"] = table(options)
-    missed = [name for name, goal in GOALS.items() if name in found and found[name] < goal]
+        found["table"] = table(options.samples, options.row_deadline, lambda text: say(options, text))
+    missed = [f"{row['row']}" for row in found.get("table", []) if "failed" in row]
+    missed += [name for name, goal in GOALS.items() if name in found and found[name] < goal]
     say(options, f"below its goal: {', '.join(missed) or 'nothing'}")
     found["load"] = statistics.fmean(os.getloadavg()[:1])
     print(json.dumps({key: round(v, 3) if isinstance(v, float) else v for key, v in found.items()}))

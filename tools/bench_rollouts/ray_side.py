@@ -1,7 +1,10 @@
-"""Ray's object store with the same samples: `ray_side.py SAMPLES TOKENS`, run with Ray on the path. JSON on stdout."""
+"""Ray's object store with the same samples: `ray_side.py SAMPLES TOKENS`, run with Ray on the path.
+
+Answers each line of standard input, `arrays` or `lists`, with one hand-over as JSON.
+"""
 
 import json
-import statistics
+import os
 import sys
 import time
 import warnings
@@ -13,8 +16,20 @@ HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)
 from samples import arrays, check, lists, reset_peak, status_mb, tensors  # noqa: E402
 
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # whatever else is printed
 samples, tokens = int(sys.argv[1]), int(sys.argv[2])
-ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=2 << 30)
+for attempt in range(4):
+    # Its raylet has 30 s to start, which can be too few on a busy machine.
+    try:
+        ray.init(
+            num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=2 << 30
+        )
+        break
+    except Exception:
+        ray.shutdown()
+        if attempt == 3:
+            raise
 
 
 @ray.remote
@@ -33,6 +48,7 @@ class Consumer:
     def get(self, box):
         import torch
 
+        cpu = time.process_time()
         found = ray.get(box[0])
         if isinstance(found[0]["tokens"], list):
             begun = time.monotonic()
@@ -46,32 +62,35 @@ class Consumer:
                 for one in few
             ]
             ended = begun + (time.monotonic() - begun) * len(found) / len(few)
-            total = None
+            total = cpu = None
         else:
             made = tensors([(one["tokens"], one["logprobs"], one["mask"]) for one in found])
-            ended = time.monotonic()
+            ended, cpu = time.monotonic(), time.process_time() - cpu
             total = check(made)
-        return {"ended": ended, "sum": total, "peak_mb": status_mb("VmHWM") - self.before}
+        return {"ended": ended, "cpu": cpu, "sum": total, "peak_mb": status_mb("VmHWM") - self.before}
 
 
-def measure(data, rounds):
-    consumer = Consumer.remote()
-    times, peaks, total = [], [], None
-    for number in range(rounds + 1):
-        ray.get(consumer.reset.remote())
-        begun = time.monotonic()
-        ref = ray.put(data)
-        answer = ray.get(consumer.get.remote([ref]))
-        if number or not rounds:
-            times.append(answer["ended"] - begun)
-            peaks.append(answer["peak_mb"])
-            total = answer["sum"]
-        del ref
-    ray.kill(consumer)
-    return {"ms": statistics.median(times) * 1e3, "peak_mb": statistics.median(peaks), "sum": total}
+def once(data, consumer):
+    ray.get(consumer.reset.remote())
+    begun, cpu = time.monotonic(), time.process_time()
+    ref = ray.put(data)
+    answer = ray.get(consumer.get.remote([ref]))
+    cpu = answer["cpu"] and (time.process_time() - cpu + answer["cpu"]) * 1e3
+    return {
+        "ms": (answer["ended"] - begun) * 1e3,
+        "cpu_ms": cpu,
+        "peak_mb": answer["peak_mb"],
+        "sum": answer["sum"],
+    }
 
 
-made = arrays(samples, tokens)
-found = {"arrays": measure(made, 5)}
-found["lists"] = measure(lists(made), 1)
-print(json.dumps(found))
+data = {"arrays": arrays(samples, tokens)}
+consumers = {kind: Consumer.remote() for kind in ("arrays", "lists")}
+for consumer in consumers.values():
+    ray.get(consumer.reset.remote())
+print("{}", file=answers, flush=True)
+for line in sys.stdin:
+    kind = line.strip()
+    if kind not in data:
+        data[kind] = lists(data["arrays"])
+    print(json.dumps(once(data[kind], consumers[kind])), file=answers, flush=True)

@@ -69,6 +69,20 @@ def test_tokens_depend_on_ids_and_seed_and_nothing_else(model_dir: Path) -> None
     run(model_dir, do, token_ms=0.0)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 5, 300])
+def test_fillers_drawn_at_once_are_those_drawn_one_by_one(model_dir: Path, tokens: int) -> None:
+    async def do(backend: FakeBackend) -> None:
+        at_once = Sampling(max_new_tokens=tokens, seed=2**40)
+        one_by_one = Sampling(max_new_tokens=tokens, seed=2**40, stop=("never said",))
+        ids = [ord(char) % 300 for char in "12 + 34 ="]
+        found = [await backend.submit(Request("a", ids, sampling)) for sampling in (at_once, one_by_one)]
+        assert len(found[0].output_ids) == tokens
+        assert found[0].output_ids == found[1].output_ids
+        assert found[0].output_logprobs == found[1].output_logprobs
+
+    run(model_dir, do, token_ms=0.01)
+
+
 def test_about_half_of_all_samples_are_right(model_dir: Path) -> None:
     async def do(backend: FakeBackend) -> None:
         prompts = [backend.tokenizer.encode(f"{a} + {a * 7} =") for a in range(100)]
