@@ -6,32 +6,21 @@ One thread, one loop. Everything that can happen has a descriptor (hub, monitor,
 from __future__ import annotations
 
 import math
-import os
 import select
 import signal
-import socket
 import time
-from pathlib import Path
 
 import zmq
 
-from miles_hpc.agent import inventory, procfs, signals
-from miles_hpc.agent.gpus import VISIBLE, NodeGpus
+from miles_hpc.agent import procfs, signals
+from miles_hpc.agent.beginning import Beginning
 from miles_hpc.agent.hello import hello
 from miles_hpc.agent.hub_keeper import HubKeeper
 from miles_hpc.agent.link import AgentLink
-from miles_hpc.agent.log import JsonLog
-from miles_hpc.agent.log_files import LogFiles
-from miles_hpc.agent.options import Options
-from miles_hpc.agent.place import place_name
-from miles_hpc.agent.ports import PortLocks, Ports
 from miles_hpc.agent.probes import Probes
-from miles_hpc.agent.scratch import Scratch
 from miles_hpc.agent.seek import HubSeeker
 from miles_hpc.agent.stalls import Stalls
-from miles_hpc.agent.supervise import Exit, Supervisor
-from miles_hpc.agent.surroundings import NodeSurroundings
-from miles_hpc.agent.sweep import sweep_the_dead
+from miles_hpc.agent.supervise import Exit
 from miles_hpc.agent.table import WorkerTable
 from miles_hpc.wire import rendezvous
 from miles_hpc.wire.messages import (
@@ -67,39 +56,20 @@ HELLO_AGAIN = 0.5
 class Agent:
     """Runs until it is told to leave, or has to; `run` returns the exit code with nothing of it left."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.log = JsonLog(options.log_dir / "agent.jsonl", options.node)
+    def __init__(self, begun: Beginning) -> None:
+        self.options = options = begun.options
+        self.log, self.supervisor, self.ports = begun.log, begun.supervisor, begun.ports
+        self._inventory, self._differs, self.surroundings = begun.inventory, begun.differs, begun.surroundings
+        self._pipe = begun.pipe
         self.link: AgentLink | None = None
         self._clock = time.monotonic
-        place = f"{options.run_id}/{options.attempt}/{options.node}/"
-        self.supervisor = Supervisor(f"{place}{options.incarnation}/", str(options.run_dir))
-        self.ports = Ports(
-            options.address,
-            run_id=options.run_id,
-            attempt=options.attempt,
-            node=options.node,
-            port_range=options.port_range,
-            locks=PortLocks(),
-        )
         self.probes = Probes(self._clock)
         self.stalls = Stalls(self._clock)
-        self._inventory = inventory.take(options.node_index, options.local_nodes, wants_gpus=options.wants_gpus)
-        if options.local_nodes > 1 and (cpus := inventory.cpu_part(options.node_index, options.local_nodes)):
-            # Of this thread alone, which starts all workers.
-            os.sched_setaffinity(0, cpus)
-        self._differs = inventory.differences(self._inventory, options.granted)
-        place = place_name(str(options.run_dir), options.attempt, options.node)
-        scratch = Scratch(place, os.environ, options.scratch)
-        spare = Path(options.local_logs) if options.local_logs else scratch.root.parent
-        self.logs = LogFiles(spare / f"{place}-logs", options.log_dir, always=bool(options.local_logs))
-        gpus = NodeGpus(self._inventory.gpus, os.environ.get(VISIBLE), options.gpu)
-        self.surroundings = NodeSurroundings(self.logs, scratch, gpus)
         self.table = WorkerTable(
             self.supervisor, self.ports, self.probes, self.stalls, self.surroundings, self.log, self._send
         )
-        self.keeper = HubKeeper(options, self.supervisor, self.logs, self.log, self._send, self._clock)
-        self.hub = self.keeper.process
+        self.hub = begun.hub
+        self.keeper = HubKeeper(options, self.hub, self.supervisor, self.log, self._send, self._clock)
         self._heartbeat_every = options.timing.heartbeat
         self._heartbeat_at = self._full_table_at = math.inf
         self._seq = 0
@@ -127,30 +97,9 @@ class Agent:
     # ------------------------------------------------------------------------------------------------ loop
     def run(self) -> int:
         """The agent's life."""
-        procfs.become_subreaper()
-        pipe = signals.catch()
-        self.log.write(
-            "started",
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            incarnation=self.options.incarnation,
-            address=self.options.address,
-            cpus=self._inventory.cpus,
-            memory_bytes=self._inventory.memory_bytes,
-            gpus=len(self._inventory.gpus),
-            scratch=str(self.surroundings.scratch.root),
-            control_groups=self.surroundings.groups.usable,
-        )
-        for text in self._differs:
-            self.log.write("differs_from_grant", "warning", text=text)
-        swept = sweep_the_dead(self.options)
-        if swept:
-            self.log.write("swept", "warning", processes=swept)
-        if self.options.hub:
-            self.keeper.start()
         while not self._finished():
-            ready = self._poll(pipe)
-            self._on_signals(pipe)
+            ready = self._poll()
+            self._on_signals()
             if self.options.lifeline in ready:
                 self._leave("the warden of this agent is gone", 1)
             for ended in self.supervisor.reap():
@@ -172,10 +121,10 @@ class Agent:
             else:
                 self.table.on_exit(ended, by_slurm=self._by_slurm())
 
-    def _poll(self, pipe: int) -> set[int]:
+    def _poll(self) -> set[int]:
         """Wait for whatever comes first. Returns the plain descriptors that are ready."""
         poller = zmq.Poller()
-        poller.register(pipe, zmq.POLLIN)
+        poller.register(self._pipe, zmq.POLLIN)
         if self.options.lifeline >= 0 and not self._leaving:
             poller.register(self.options.lifeline, zmq.POLLIN)
         for source in (self._seeker.fileno, *self.keeper.pollable(), *self.table.pollable()):
@@ -220,8 +169,8 @@ class Agent:
     def _finished(self) -> bool:
         return self._leaving is not None and not self.supervisor.workers
 
-    def _on_signals(self, pipe: int) -> None:
-        for signum in signals.received(pipe):
+    def _on_signals(self) -> None:
+        for signum in signals.received(self._pipe):
             stops = signum in signals.STOP_SIGNALS
             if stops or signum == signal.SIGUSR2:
                 self._last_foreign_signal = self._clock()

@@ -13,11 +13,9 @@ from miles_hpc.agent.hub_process import EPOCH_TAKEN, HubProcess
 from miles_hpc.agent.lease import Lease, LeaseLost, NoLease, lease_path, read_lease, renew_lease
 from miles_hpc.agent.link import AgentLink
 from miles_hpc.agent.log import JsonLog
-from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.options import Options
 from miles_hpc.agent.peers import Peers
 from miles_hpc.agent.supervise import Exit, Supervisor
-from miles_hpc.wire import rendezvous
 from miles_hpc.wire.messages import LeaseRenewed, Message, PeerHub, PeerSays, Roster, Standing
 from miles_hpc.wire.rendezvous import Rendezvous
 from miles_hpc.wire.security import load_client
@@ -37,7 +35,7 @@ class HubKeeper:
     """Owned by an agent, whose loop calls it.
 
     Args:
-        logs: where the hub's own output goes.
+        process: the hub's on this node, which may run already.
         send: takes a report to the hub.
         clock: monotonic seconds.
 
@@ -49,24 +47,14 @@ class HubKeeper:
     def __init__(
         self,
         options: Options,
+        process: HubProcess,
         supervisor: Supervisor,
-        logs: LogFiles,
         log: JsonLog,
         send: Callable[[Message], None],
         clock: Callable[[], float],
     ) -> None:
         self._options, self._supervisor, self._log, self._send, self._clock = options, supervisor, log, send, clock
-        self.process = HubProcess(
-            options.run_dir,
-            options.run_id,
-            options.attempt,
-            options.node,
-            options.address,
-            logs,
-            supervisor,
-            slurm=options.slurm,
-            also=options.also,
-        )
+        self.process = process
         self._keys = load_client(options.run_dir, options.attempt, "agent")
         self.peers = Peers(options.node, options.address, options.run_id, self._keys, self._answer)
         path = lease_path(options.run_dir, options.attempt)
@@ -92,21 +80,6 @@ class HubKeeper:
     def running(self) -> bool:
         """Whether a hub's process is on this node."""
         return self.process.name in self._supervisor.workers
-
-    def start(self) -> None:
-        """Start the hub of a run, or the next one when this node's agent died with the last one. A hub that another
-        node has is left alone.
-
-        Raises:
-            SpawnError, RendezvousError.
-        """
-        found = rendezvous.newest(self._options.run_dir, self._options.attempt, self._options.run_id)
-        if found is None:
-            self.process.start()
-        elif found.node in ("", self._options.node):
-            self.process.start(found.epoch + 1)
-        else:
-            self._log.write("hub_is_elsewhere", epoch=found.epoch, node=found.node)
 
     def on_exit(self, ended: Exit) -> str:
         """The hub's process is gone without a verdict. Returns why this node cannot go on; "" when the run does."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from miles_hpc.agent import procfs
+from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.log_files import LogFiles
+from miles_hpc.agent.options import Options
 from miles_hpc.agent.patience import Patience, Stalled
 from miles_hpc.agent.supervise import Exit, Supervisor
+from miles_hpc.wire import rendezvous
 from miles_hpc.wire.ids import Generation
 
 LOG = "hub.log"
@@ -30,29 +32,27 @@ class HubProcess:
 
     name = "hub"
 
-    def __init__(
-        self,
-        run_dir: Path,
-        run_id: str,
-        attempt: int,
-        node: str,
-        address: str,
-        logs: LogFiles,
-        supervisor: Supervisor,
-        *,
-        slurm: bool = False,
-        also: Sequence[str] = (),
-    ) -> None:
-        self._logs, self._log_path = logs, logs.home_of(Path(LOG))
+    def __init__(self, options: Options, logs: LogFiles, supervisor: Supervisor) -> None:
+        self._options, self._logs, self._supervisor = options, logs, supervisor
+        self._log_path = logs.home_of(Path(LOG))
         self._patience = Patience()
-        self._run_dir = run_dir
-        self._run_id = run_id
-        self._attempt = attempt
-        self._node = node
-        self._address = address
-        self._slurm = slurm
-        self._also = also
-        self._supervisor = supervisor
+
+    def begin(self, log: JsonLog) -> None:
+        """Start the hub of a run, or the next one when this node's agent died with the last one. A hub that another
+        node has is left alone.
+
+        Raises:
+            SpawnError, RendezvousError.
+            OSError: when its log can be written nowhere.
+        """
+        options = self._options
+        found = rendezvous.newest(options.run_dir, options.attempt, options.run_id)
+        if found is None:
+            self.start()
+        elif found.node in ("", options.node):
+            self.start(found.epoch + 1)
+        else:
+            log.write("hub_is_elsewhere", epoch=found.epoch, node=found.node)
 
     def start(self, epoch: int = 0) -> None:
         """Start a hub that claims this epoch, or the next free one.
@@ -62,13 +62,14 @@ class HubProcess:
             OSError: when its log can be written nowhere.
         """
         argv = [sys.executable, "-m", "miles_hpc.cli.hub"]
-        argv += ["--run-dir", str(self._run_dir), "--run-id", self._run_id, "--attempt", str(self._attempt)]
-        argv += ["--address", self._address, "--node", self._node]
-        for address in self._also:
+        options = self._options
+        argv += ["--run-dir", str(options.run_dir), "--run-id", options.run_id, "--attempt", str(options.attempt)]
+        argv += ["--address", options.address, "--node", options.node]
+        for address in options.also:
             argv += ["--also", address]
         if epoch:
             argv += ["--epoch", str(epoch)]
-        if self._slurm:
+        if options.slurm:
             argv.append("--slurm")
         env = procfs.worker_environ(os.environ)
         with self._logs.opened(LOG, f"hub.{int(time.time())}.log") as (log, self._log_path):
@@ -76,7 +77,7 @@ class HubProcess:
 
     @property
     def _verdict_path(self) -> Path:
-        return self._run_dir / "verdicts" / f"attempt-{self._attempt}.json"
+        return self._options.run_dir / "verdicts" / f"attempt-{self._options.attempt}.json"
 
     def verdict_stands(self) -> bool:
         """Whether the attempt has its verdict. While the file system stalls it is taken to have none."""

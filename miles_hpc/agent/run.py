@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_hpc.agent.agent import Agent
+from miles_hpc.agent.beginning import Beginning
 from miles_hpc.agent.digest import run_digest
 from miles_hpc.agent.exits import BROKEN
 from miles_hpc.agent.gpus import GpuError
@@ -23,11 +23,13 @@ from miles_hpc.agent.supervise import SpawnError
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.node import read_node_config
 from miles_hpc.wire import allocator
-from miles_hpc.wire.rendezvous import RendezvousError
-from miles_hpc.wire.security import SecurityError
 
 FILES_NEEDED = 512
 """Open files of an agent or a hub: sockets, logs and probes of a node's workers, the agents of a small fleet."""
+
+
+class Unusable(Exception):
+    """No agent can be on this node; the text says why."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,46 +62,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     allocator.one_arena()
     try:
         _raise_file_limit()
-        config = read_node_config(run_dir)
-        options = Options(
-            run_dir=run_dir,
-            attempt=given.attempt,
-            node_index=given.node_index,
-            address=given.address,
-            also=tuple(given.also),
-            run_id=given.run_id or run_dir.name,
-            hub=given.hub,
-            local_nodes=given.local_nodes,
-            slurm=given.slurm,
-            guest=given.guest,
-            incarnation=given.incarnation or os.urandom(6).hex(),
-            lifeline=given.lifeline,
-            timing=config.timing,
-            port_range=config.network.port_range,
-            digest=run_digest(run_dir),
-            scratch=config.cluster.scratch,
-            local_logs=config.logs.local_dir,
-            gpu=config.gpu,
-            wants_gpus=config.wants_gpus,
-            granted=Granted(
-                cpus=given.granted_cpus, memory_bytes=given.granted_memory, gpus=max(0, given.granted_gpus)
-            ),
-        )
-        agent = Agent(options)
-    except (ConfigError, GpuError, PortError, RendezvousError, ScratchError, SecurityError, OSError) as error:
+        begun = Beginning(_options(given, run_dir))
+    except (ConfigError, GpuError, PortError, ScratchError, OSError) as error:
         print(f"agent of node {given.node_index} on {given.address}: {error}", file=sys.stderr)
         return 1
-    allocator.give_back()
     try:
-        return agent.run()
-    except SpawnError as error:
+        begun.start()
+        return _go_on(begun)
+    except (SpawnError, Unusable) as error:
         print(f"agent of node {given.node_index} on {given.address}: {error}", file=sys.stderr)
-        agent.log.close()
+        begun.log.close()
         return 1
     except Exception:
         traceback.print_exc()
-        agent.log.close()
+        begun.log.close()
         return BROKEN
+
+
+def _go_on(begun: Beginning) -> int:
+    # Imported now that a hub is coming up beside this process.
+    from miles_hpc.agent.agent import Agent
+    from miles_hpc.wire.security import SecurityError
+
+    try:
+        agent = Agent(begun)
+    except (SecurityError, OSError) as error:
+        # The hub ends with this process, which has started it.
+        raise Unusable(str(error)) from error
+    allocator.give_back()
+    return agent.run()
+
+
+def _options(given: argparse.Namespace, run_dir: Path) -> Options:
+    config = read_node_config(run_dir)
+    return Options(
+        run_dir=run_dir,
+        attempt=given.attempt,
+        node_index=given.node_index,
+        address=given.address,
+        also=tuple(given.also),
+        run_id=given.run_id or run_dir.name,
+        hub=given.hub,
+        local_nodes=given.local_nodes,
+        slurm=given.slurm,
+        guest=given.guest,
+        incarnation=given.incarnation or os.urandom(6).hex(),
+        lifeline=given.lifeline,
+        timing=config.timing,
+        port_range=config.network.port_range,
+        digest=run_digest(run_dir),
+        scratch=config.cluster.scratch,
+        local_logs=config.logs.local_dir,
+        gpu=config.gpu,
+        wants_gpus=config.wants_gpus,
+        granted=Granted(cpus=given.granted_cpus, memory_bytes=given.granted_memory, gpus=max(0, given.granted_gpus)),
+    )
 
 
 def _raise_file_limit() -> None:

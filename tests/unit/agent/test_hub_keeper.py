@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles_hpc.agent.hub_keeper import RESTARTS, HubKeeper
-from miles_hpc.agent.hub_process import EPOCH_TAKEN
+from miles_hpc.agent.hub_process import EPOCH_TAKEN, HubProcess
 from miles_hpc.agent.lease import lease_path, renew_lease
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.log_files import LogFiles
@@ -47,9 +47,12 @@ class Keeper:
         options = Options(
             run_dir=run_dir, attempt=0, node_index=index, address="127.0.0.1", run_id="r", incarnation="i", hub=True
         )
-        log = JsonLog(run_dir / "agent.jsonl", node_id(index))
-        logs = LogFiles(run_dir / "local", options.log_dir)
-        self.keeper = HubKeeper(options, self.spawns, logs, log, lambda message: None, lambda: self.now)
+        self.log = JsonLog(run_dir / "agent.jsonl", node_id(index))
+        self.process = HubProcess(options, LogFiles(run_dir / "local", options.log_dir), self.spawns)
+        self.keeper = HubKeeper(options, self.process, self.spawns, self.log, lambda message: None, lambda: self.now)
+
+    def start(self):
+        self.process.begin(self.log)
 
     def obeys(self, epoch, node, *, heard, silent_for=lambda: 0.0):
         hub = Rendezvous(run_id="r", attempt=0, epoch=epoch, addresses=["127.0.0.1"], port=1, public_key="k", node=node)
@@ -85,31 +88,31 @@ def here(tmp_path):
 
 
 def test_a_hub_that_is_killed_before_anybody_heard_it_is_started_again(here):
-    here.keeper.start()
+    here.start()
     assert here.hub_ends(signal=9) == ""
     assert here.spawns.epochs == [0, 0], "which epoch is free the next hub finds itself"
 
 
 def test_one_that_was_killed_between_its_epoch_and_its_first_word_is_followed_by_the_next_epoch(here):
-    here.keeper.start()
+    here.start()
     here.obeys(1, "node-00001", heard=False)
     assert here.hub_ends(signal=9) == "" and here.spawns.epochs == [0, 2]
 
 
 def test_a_first_hub_that_refuses_something_ends_its_node(here):
-    here.keeper.start()
+    here.start()
     assert "exit code 1" in here.hub_ends(code=1)
     assert here.spawns.epochs == [0]
 
 
 def test_a_hub_that_was_heard_is_started_again_however_it_ended(here):
-    here.keeper.start()
+    here.start()
     here.obeys(1, "node-00001", heard=True)
     assert here.hub_ends(code=1) == "" and here.spawns.epochs == [0, 2]
 
 
 def test_it_is_started_again_a_limited_number_of_times(here):
-    here.keeper.start()
+    here.start()
     for _ in range(RESTARTS):
         assert here.hub_ends(signal=9) == ""
     assert f"{RESTARTS} times again" in here.hub_ends(signal=9)
@@ -117,7 +120,7 @@ def test_it_is_started_again_a_limited_number_of_times(here):
 
 
 def test_restarts_that_are_long_ago_do_not_count(here):
-    here.keeper.start()
+    here.start()
     for _ in range(3 * RESTARTS):
         here.now += 150.0
         assert here.hub_ends(signal=9) == ""
@@ -125,7 +128,7 @@ def test_restarts_that_are_long_ago_do_not_count(here):
 
 def test_an_epoch_of_this_node_without_a_process_is_followed_by_the_next_one(here):
     """Hub 2 had published its epoch when it was killed; hub 3, told to be the second, found it taken."""
-    here.keeper.start()
+    here.start()
     here.obeys(1, "node-00001", heard=True)
     assert here.hub_ends(signal=9) == "" and here.hub_ends(code=EPOCH_TAKEN) == ""
     assert here.spawns.epochs == [0, 2], "it may be another node's"
@@ -134,7 +137,7 @@ def test_an_epoch_of_this_node_without_a_process_is_followed_by_the_next_one(her
 
 
 def test_an_epoch_that_another_node_took_is_left_to_it(here):
-    here.keeper.start()
+    here.start()
     here.obeys(1, "node-00001", heard=True)
     here.hub_ends(signal=9)
     here.hub_ends(code=EPOCH_TAKEN)
@@ -142,7 +145,7 @@ def test_an_epoch_that_another_node_took_is_left_to_it(here):
 
 
 def test_a_hub_steps_down_for_a_higher_epoch_elsewhere_and_is_not_started_again(here):
-    here.keeper.start()
+    here.start()
     here.obeys(1, "node-00001", heard=True)
     here.obeys(2, "node-00002", heard=False)
     assert not here.spawns.workers

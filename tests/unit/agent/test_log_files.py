@@ -10,6 +10,7 @@ import pytest
 
 from miles_hpc.agent.hub_process import HubProcess
 from miles_hpc.agent.log_files import LogFiles
+from miles_hpc.agent.options import Options
 from miles_hpc.agent.patience import Patience, Stalled
 from miles_hpc.agent.worker_logs import LogKeeper
 
@@ -124,7 +125,8 @@ def test_a_hub_that_is_started_again_during_a_stall_leaves_its_predecessor_s_log
     files = LogFiles(tmp_path / "here", home, patience=Patience(0.05))
     say(files, "stuck.log", "")
     supervisor = SimpleNamespace(spawn=lambda name, generation, argv, env, log: os.write(log, b"the second's"))
-    HubProcess(tmp_path, "r", 0, "n", "127.0.0.1", files, supervisor).start()
+    options = Options(run_dir=tmp_path, attempt=0, node_index=0, address="127.0.0.1", run_id="r", incarnation="i")
+    HubProcess(options, files, supervisor).start()
     reader = let_go(home / "stuck.log")
     (home / "stuck.log").unlink()
     files.close()

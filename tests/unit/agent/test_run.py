@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 
+from miles_hpc.agent import agent as agent_module
 from miles_hpc.agent import run as agent_run
 from miles_hpc.agent.supervise import SpawnError
 
 pytestmark = pytest.mark.unit
 
 
-def test_an_agent_that_cannot_start_its_hub_closes_its_log(monkeypatch, tmp_path, capsys):
-    closed = []
-
-    class Unlucky:
-        log = SimpleNamespace(close=lambda: closed.append(True))
-
-        def __init__(self, _: object) -> None:
-            pass
-
-        def run(self) -> int:
-            raise SpawnError("no process left")
-
-    for name in ("_raise_file_limit", "allocator", "read_node_config", "run_digest", "Options"):
+@pytest.fixture
+def begun(monkeypatch):
+    """What a main that is given `ARGUMENTS` has begun with."""
+    for name in ("_raise_file_limit", "allocator", "_options"):
         monkeypatch.setattr(agent_run, name, MagicMock())
-    monkeypatch.setattr(agent_run, "Agent", Unlucky)
-    given = ["--run-dir", str(tmp_path), "--attempt", "0", "--node-index", "0", "--address", "127.0.0.1"]
-    assert agent_run.main(given) == 1
-    assert closed == [True] and "no process left" in capsys.readouterr().err
+    begun = MagicMock()
+    monkeypatch.setattr(agent_run, "Beginning", lambda options: begun)
+    return begun
+
+
+ARGUMENTS = ["--run-dir", "/nowhere", "--attempt", "0", "--node-index", "0", "--address", "127.0.0.1"]
+
+
+def test_an_agent_that_cannot_start_its_hub_closes_its_log(begun, capsys):
+    begun.start.side_effect = SpawnError("no process left")
+    assert agent_run.main(ARGUMENTS) == 1
+    begun.log.close.assert_called_once_with()
+    assert "no process left" in capsys.readouterr().err
+
+
+def test_an_agent_that_cannot_go_on_beside_its_hub_says_why(begun, monkeypatch, capsys):
+    monkeypatch.setattr(agent_module, "Agent", MagicMock(side_effect=OSError("no port left")))
+    assert agent_run.main(ARGUMENTS) == 1
+    begun.start.assert_called_once_with()
+    begun.log.close.assert_called_once_with()
+    assert "agent of node 0 on 127.0.0.1: no port left" in capsys.readouterr().err
