@@ -24,6 +24,13 @@ class InvalidRequest(SessionError):
     status = 400
 
 
+class Unauthorized(SessionError):
+    """The caller did not send the run's key."""
+
+    kind = "unauthorized"
+    status = 401
+
+
 class HistoryDiverged(InvalidRequest):
     """The messages do not continue those of the session."""
 
@@ -63,6 +70,7 @@ KINDS: dict[str, type[SessionError]] = {
         SessionError,
         SessionLost,
         InvalidRequest,
+        Unauthorized,
         HistoryDiverged,
         TurnInFlight,
         NoTurns,

@@ -16,6 +16,7 @@ from miles_hpc.inference.generate import GenerateClient
 from miles_hpc.inference.http_session import http_keys, open_http
 from miles_hpc.session.requests import ChatDefaults
 from miles_hpc.session.server import SessionServer
+from miles_hpc.specs.router import asks_for_key
 from miles_hpc.wire.client import HubClient
 from miles_hpc.wire.program import setup_logging
 from miles_hpc.wire.serving import stop_event
@@ -42,7 +43,8 @@ async def serve(env: WorkerEnv, config: Config, hub: HubClient) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = stop_event()
     tokenizer = ChatTokenizer(Path(config.model.path), config.model.chat_template)
-    async with open_http(http_keys(config, env.run_dir, env.attempt)) as http:
+    keys = http_keys(config, env.run_dir, env.attempt)
+    async with open_http(keys) as http:
         server = SessionServer(
             f"{env.worker}-g{env.generation}",
             tokenizer,
@@ -56,6 +58,7 @@ async def serve(env: WorkerEnv, config: Config, hub: HubClient) -> None:
             defaults_of(config, tokenizer),
             # Longer than any sample may take, so that only sessions whose user is gone expire.
             idle_s=2 * config.rollout.sample_timeout_s + 60,
+            key=keys.run if asks_for_key(config) else "",
         )
         await run_app(server, env.listen["http"].host, env.listen["http"].port, stop)
 

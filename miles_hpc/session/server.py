@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 import uuid
@@ -15,7 +16,14 @@ from aiohttp import web
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.inference.generate import GenerateClient, GenerateRejected, GenerateUnavailable
 from miles_hpc.session.continuation import Continuation
-from miles_hpc.session.errors import InvalidRequest, SessionError, SessionLost, TurnInFlight, UpstreamUnavailable
+from miles_hpc.session.errors import (
+    InvalidRequest,
+    SessionError,
+    SessionLost,
+    TurnInFlight,
+    Unauthorized,
+    UpstreamUnavailable,
+)
 from miles_hpc.session.requests import ChatDefaults, as_stream, chat_answer, read_request
 from miles_hpc.session.state import MSGPACK, ChatRequest, Session
 
@@ -33,6 +41,7 @@ class SessionServer:
     Args:
         instance: this process's name and generation, so that a client can tell a restarted one.
         idle_s: a session that nobody used for this long is forgotten.
+        key: what callers must send as bearer; empty: none. An instance has the engines' key and would lend it to all.
     """
 
     def __init__(
@@ -43,6 +52,7 @@ class SessionServer:
         defaults: ChatDefaults,
         *,
         idle_s: float,
+        key: str = "",
     ) -> None:
         self.instance = instance
         self.sessions: dict[str, Session] = {}
@@ -51,10 +61,11 @@ class SessionServer:
         self._generate = generate
         self._defaults = defaults
         self._idle_s = idle_s
+        self._key = key
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(middlewares=[_typed_errors], client_max_size=_MAX_BODY)
+        app = web.Application(middlewares=[_typed_errors, _keyed(self._key)], client_max_size=_MAX_BODY)
         app.add_routes(
             [
                 web.get("/health", self._on_health),
@@ -192,10 +203,25 @@ def _error(kind: str, status: int, message: str) -> web.Response:
     return _json({"error": {"type": kind, "code": status, "message": message}}, status)
 
 
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _keyed(key: str) -> Any:
+    """A middleware that refuses who does not send the key; the agent's probe of `/health` needs none."""
+    expected = f"Bearer {key}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if key and request.path != "/health" and not hmac.compare_digest(given, expected):
+            raise Unauthorized("this session server answers only to the run's key")
+        return await handler(request)
+
+    return check
+
+
 @web.middleware
-async def _typed_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _typed_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except SessionError as error:

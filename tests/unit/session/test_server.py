@@ -8,13 +8,14 @@ from aiohttp.test_utils import TestServer
 
 from miles_hpc.inference.generate import GenerateRejected, NoWorker, SamplingParams
 from miles_hpc.inference.http_session import open_http
-from miles_hpc.session.client import NoSessionServer, SessionClient
+from miles_hpc.session.client import NoSessionServer, SessionClient, SessionHandle
 from miles_hpc.session.errors import (
     HistoryDiverged,
     InvalidRequest,
     NoTurns,
     SessionLost,
     TurnInFlight,
+    Unauthorized,
     UpstreamUnavailable,
 )
 from miles_hpc.session.server import SessionServer
@@ -37,9 +38,11 @@ class Room:
         self.cells, self.servers, self.states, self.generators = [], [], [], []
         self.client = SessionClient(lambda: self.cells, http)
 
-    async def add(self, n=1):
+    async def add(self, n=1, key=""):
         generate = self.scripted(self.tokenizer)
-        state = SessionServer(f"session-server-{len(self.cells)}", self.tokenizer, generate, self.defaults, idle_s=100)
+        state = SessionServer(
+            f"session-server-{len(self.cells)}", self.tokenizer, generate, self.defaults, idle_s=100, key=key
+        )
         server = TestServer(state.app(), host="127.0.0.1")
         await server.start_server()
         cell = CellAddrs(
@@ -294,6 +297,31 @@ def test_a_request_that_is_none_says_what_was_expected(room, body, part):
     status, error = room(scenario)
     assert (status, error["type"]) == (400, "invalid_request")
     assert part in error["message"]
+
+
+def test_an_instance_with_a_key_serves_nobody_else(room):
+    async def scenario(r):
+        r.cells.clear()
+        state, _ = await r.add(key="the run's key")
+        url = r.cells[0].workers[0]["http"].addr
+        with pytest.raises(Unauthorized):
+            await r.client._call(
+                SessionHandle(id="", url=url, cell=r.cells[0].cell, generation=r.cells[0].generation),
+                "POST", "/sessions", timeout_s=5,
+            )  # fmt: skip
+        statuses = []
+        for header in (None, "Bearer ", "Bearer the run's kex", "Basic the run's key", "Bearer kéy"):
+            async with r.http.post(f"{url}/sessions", headers={"Authorization": header} if header else {}) as answer:
+                statuses.append((answer.status, (await answer.json())["error"]["type"]))
+        async with r.http.get(f"{url}/health") as answer:
+            assert answer.status == 200
+        assert statuses == [(401, "unauthorized")] * 5 and not state.sessions
+        async with open_http("the run's key") as http:
+            client = SessionClient(lambda: r.cells, http)
+            turn = await client.chat(await client.create(), FIRST, SAMPLING, deadline_s=5)
+        return turn.finish_reason
+
+    assert room(scenario) == "stop"
 
 
 def test_an_openai_client_gets_its_shape_plain_and_streamed(room):
