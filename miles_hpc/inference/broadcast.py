@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 _LEAVE_S = 10.0
 
 
+class BroadcastBroke(WeightsNotTaken):
+    """Somebody was lost in the middle: it is not known which weights an engine holds, and another window may do."""
+
+
 @dataclass(frozen=True)
 class TensorHeader:
     """One tensor as engines are told of it; `dtype` as torch names it, without `torch.`."""
@@ -77,8 +81,9 @@ async def update_from_sender(
     Engines that cannot even be paused are left out and reported in `failed`.
 
     Raises:
-        WeightsNotTaken: when the broadcast broke: which weights an engine holds is unknown then. Give the window up
-            (`abort_update_weights`): the controller continues those that answer, and replaces the others.
+        BroadcastBroke: give the window up (`abort_update_weights`): the controller continues the engines that answer,
+            and replaces the others.
+        WeightsNotTaken: names or shapes do not fit; nothing was sent.
     """
     async with borrowed(http) as client:
         apis = {engine.cell: EngineApi(engine.url, client) for engine in engines}
@@ -91,11 +96,11 @@ async def update_from_sender(
         failed.update({cell: str(error) for cell, error in paused.items()})
         engines = [engine for engine in engines if engine.cell not in failed]
         if not engines:
-            raise WeightsNotTaken(f"weights {version}: no engine could be paused: {failed}")
+            raise BroadcastBroke(f"weights {version}: no engine could be paused: {failed}")
         try:
             await _broadcast(engines, apis, sender, version, address, pause_mode, timeout_s)
         except (EngineError, asyncio.TimeoutError, RuntimeError, OSError) as error:
-            raise WeightsNotTaken(
+            raise BroadcastBroke(
                 f"weights {version}: the broadcast to {len(engines)} engines broke: {error or 'no answer in time'}"
             ) from error
         ends = await _each(engines, lambda engine: _finish(apis[engine.cell], version))

@@ -103,7 +103,8 @@ class WeightPublisher:
         Raises:
             WindowTimeout: no window could begin in time.
             WeightsNotTaken: every engine refused.
-            WindowLost, RpcError: windows were lost `TRIES` times in a row, with the controller or before their end.
+            WindowLost, RpcError, BroadcastBroke: windows were lost `TRIES` times in a row: with the controller, with an
+                engine in the middle of a broadcast, or before their end.
         """
         version = self.claim(above)
         if self._controller is None:
@@ -123,16 +124,18 @@ class WeightPublisher:
     async def _in_a_window(self, controller: Controller, version: int, path: Path) -> dict[str, str]:
         """Bring a version into all engines. Returns those that did not take it.
 
-        A controller that dies takes its window along, and the next one knows nothing of it: the same weights go into a
-        new window, and engines that have them already load them again.
+        A controller that dies takes its window along, and the next one knows nothing of it; an engine that dies in a
+        broadcast takes the others along. The same weights go into a new window then, and engines that have them already
+        load them again.
         """
+        from miles_hpc.inference.broadcast import BroadcastBroke
         from miles_hpc.inference.windows import WindowLost
         from miles_hpc.wire.rpc import RpcTimeout, RpcUnreachable
 
         for tries_left in reversed(range(TRIES)):
             try:
                 return await self._in_one_window(controller, version, path)
-            except (WindowLost, RpcTimeout, RpcUnreachable) as error:
+            except (WindowLost, RpcTimeout, RpcUnreachable, BroadcastBroke) as error:
                 if not tries_left:
                     raise
                 log.warning("weights %d: the window was lost, another one is asked for: %s", version, error)

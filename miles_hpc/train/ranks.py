@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from miles_hpc.inference.weights import UpdateResult
+from miles_hpc.inference.broadcast import BroadcastBroke
+from miles_hpc.inference.weights import UpdateResult, WeightsNotTaken
 from miles_hpc.inference.windows import EngineInfo
 from miles_hpc.rollout.commits import ManifestFile
 from miles_hpc.train.trainer import CheckpointRef
@@ -86,9 +87,20 @@ class RankClients:
         await self._all("export_weights", CALL_S, path=str(path))
 
     async def send_weights(self, engines: Sequence[EngineInfo], path: str, version: int) -> UpdateResult:
-        """Rank 0 broadcasts its weights to engines; `path` holds the same, for engines that come later."""
+        """Rank 0 broadcasts its weights to engines; `path` holds the same, for engines that come later.
+
+        Raises:
+            BroadcastBroke, WeightsNotTaken: as `update_from_sender`.
+        """
+        from miles_hpc.wire.rpc import RpcRemoteError
+
         params = {"engines": msgspec.to_builtins(list(engines)), "version": version}
-        return msgspec.convert((await self._all("send_weights", CALL_S, **params))[0], UpdateResult)
+        try:
+            answers = await self._all("send_weights", CALL_S, **params)
+        except RpcRemoteError as error:
+            known = {kind.__name__: kind for kind in (BroadcastBroke, WeightsNotTaken)}.get(error.type_name)
+            raise (error if known is None else known(error.text)) from error
+        return msgspec.convert(answers[0], UpdateResult)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -3,11 +3,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles_hpc.inference.weights import UpdateResult
+from miles_hpc.inference.broadcast import BroadcastBroke
+from miles_hpc.inference.weights import UpdateResult, WeightsNotTaken
 from miles_hpc.inference.windows import EngineInfo, Window, WindowLost
 from miles_hpc.train.publish import TRIES, WeightPublisher
+from miles_hpc.train.ranks import RankClients
 from miles_hpc.wire.ids import Generation
-from miles_hpc.wire.rpc import RpcTimeout, RpcUnknownOutcome
+from miles_hpc.wire.rpc import RpcRemoteError, RpcTimeout, RpcUnknownOutcome
 
 pytestmark = pytest.mark.unit
 
@@ -111,6 +113,38 @@ def test_a_window_that_is_lost_with_its_controller_is_followed_by_another(tmp_pa
     world.lost = [(where, how), (where, how)]
     assert asyncio.run(world.publisher().publish(0)) == 1
     assert world.calls[-1] == ("end", "w1", 1, {}) and [call[0] for call in world.calls].count("start") == 3
+
+
+def test_a_broadcast_that_broke_is_followed_by_another_in_a_window_of_its_own(tmp_path):
+    world = World(tmp_path)
+    world.lost = [("load", BroadcastBroke("an engine died")), ("load", BroadcastBroke("another"))]
+    assert asyncio.run(world.publisher().publish(0)) == 1
+    calls = [call[0] for call in world.calls]
+    assert calls == ["export", *("start", "load", "abort") * 2, "start", "load", "end"]
+
+
+def test_weights_that_no_engine_takes_are_not_sent_again(tmp_path):
+    world = World(tmp_path)
+    world.lost = [("load", WeightsNotTaken("another shape"))]
+    with pytest.raises(WeightsNotTaken):
+        asyncio.run(world.publisher().publish(0))
+    assert [call[0] for call in world.calls] == ["export", "start", "load", "abort"]
+
+
+@pytest.mark.parametrize(
+    ("over_there", "here"),
+    [("BroadcastBroke", BroadcastBroke), ("WeightsNotTaken", WeightsNotTaken), ("GroupError", RpcRemoteError)],
+)
+def test_what_went_wrong_in_a_rank_s_broadcast_is_told_apart_by_the_driver(over_there, here):
+    class Rank:
+        async def call(self, method, params, timeout_s):
+            raise RpcRemoteError(over_there, "the text", "the traceback")
+
+    ranks = RankClients.__new__(RankClients)
+    ranks._clients = [Rank()]
+    with pytest.raises(here) as found:
+        asyncio.run(ranks.send_weights(ENGINES, "/w/1", 1))
+    assert type(found.value) is here and "the text" in str(found.value)
 
 
 def test_windows_that_are_lost_again_and_again_end_the_publishing(tmp_path):
