@@ -16,6 +16,8 @@ MINOR = 0
 _JOIN_BELOW = 256 * 1024
 """Views of many small texts cost more than a copy of them."""
 
+_BYTES = np.dtype(np.uint8)
+
 Buffer = bytes | bytearray | memoryview
 Array = npt.NDArray[Any]
 
@@ -40,8 +42,8 @@ def text_parts(texts: Sequence[str | bytes]) -> tuple[Array, list[Array]]:
     encoded = [encode_text(text) if isinstance(text, str) else text for text in texts]
     offsets = offsets_of([len(item) for item in encoded])
     if offsets[-1] < _JOIN_BELOW:
-        return offsets, [np.frombuffer(b"".join(encoded), np.uint8)]
-    return offsets, [np.frombuffer(item, np.uint8) for item in encoded]
+        return offsets, [np.frombuffer(b"".join(encoded), _BYTES)]
+    return offsets, [np.frombuffer(item, _BYTES) for item in encoded]
 
 
 def unpack_text(offsets: Array, blob: Array, index: int) -> str:

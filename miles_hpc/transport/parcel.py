@@ -193,7 +193,10 @@ def _common(kind: str, name: str, parts: Sequence[Array]) -> Array:
     first = parts[0]
     if first.dtype.kind not in "biuf":
         raise SchemaError(f"column {name!r} of a {kind} has type {first.dtype}; expected numbers")
+    dtype, flat = first.dtype, first.ndim == 1
     for part in parts[1:]:
+        if flat and part.dtype is dtype and part.ndim == 1:
+            continue  # quicker than the comparisons below, which a batch of many samples would feel
         if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
             raise SchemaError(
                 f"column {name!r} of a {kind} has parts of {first.dtype} {first.shape[1:]} and {part.dtype} "
