@@ -66,6 +66,29 @@ def test_log_probs_of_tokens_that_do_not_count_may_be_anything():
     assert checked_arrays(sample(logprobs=[float("nan"), -1.0, -2.0])).logprobs.tolist() == [0.0, -1.0, -2.0]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": np.array([5, 6, 7]), "loss_mask": np.array([0, 1, 1]), "logprobs": np.array([0.0, -1.0, -2.0])},
+        {"token_ids": (5, 6, 7), "loss_mask": (0, 1, 1), "logprobs": (0, -1, -2)},
+        {"token_ids": list(np.array([5, 6, 7])), "logprobs": list(np.float32([0, -1, -2]))},
+        {"loss_mask": [False, True, True]},
+        {"versions": [[3, 1, 3]]},
+    ],
+)
+def test_columns_of_other_types_become_the_same_arrays_as_lists(changes):
+    found, plain = checked_arrays(sample(**changes)), checked_arrays(sample())
+    for name in ("token_ids", "loss_mask", "logprobs"):
+        one, other = getattr(found, name), getattr(plain, name)
+        assert one.dtype == other.dtype and one.tolist() == other.tolist()
+    assert [tuple(span) for span in found.versions] == plain.versions
+
+
+def test_a_log_prob_beyond_float32_is_not_finite():
+    with pytest.raises(InvalidSample, match="a log-prob that is not finite at token 1"), np.errstate(over="ignore"):
+        checked_arrays(sample(logprobs=[0.0, -1e300, -2.0]))
+
+
 def test_an_empty_response_and_one_without_any_counted_token_are_samples():
     found = batch(sample(token_ids=[5], loss_mask=[0], logprobs=[0.0], versions=[], response=""))
     assert found.lengths.tolist() == [1] and found.loss_mask.sum() == 0 and found.text("response", 0) == ""
