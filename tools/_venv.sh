@@ -1,9 +1,28 @@
 # Sourced by the tools: makes .venv and installs into it what is asked for. Prints what it does; can be run again.
-#   use_venv EXTRA     e.g. use_venv all, use_venv dev
+#   use_venv EXTRA        e.g. use_venv all, use_venv dev
+#   help_if_asked "$@"    before that: help installs nothing
 
 say() { printf '[%s] %s\n' "$(basename "$0")" "$*"; }
 
 die() { printf '[%s] %s\n' "$(basename "$0")" "$*" >&2; exit 2; }
+
+# The head of the tool, and what its `program` says of its options, where that can be started as things are.
+help_if_asked() {
+    local word
+    for word in "$@"; do
+        case $word in
+            --) return ;;
+            -h | --help)
+                sed -n '2,${/^#/!q; s/^# \{0,1\}//; p}' "$0"
+                if [ -n "${program+set}" ]; then
+                    echo
+                    "${program[@]}" --help 2>/dev/null || say "its options are shown once a first call has made .venv"
+                fi
+                exit 0
+                ;;
+        esac
+    done
+}
 
 find_python() {
     local candidate
