@@ -17,11 +17,10 @@ from miles_hpc.agent.beginning import Beginning
 from miles_hpc.agent.hello import hello
 from miles_hpc.agent.hub_keeper import HubKeeper
 from miles_hpc.agent.link import AgentLink
-from miles_hpc.agent.probes import Probes
 from miles_hpc.agent.seek import HubSeeker
-from miles_hpc.agent.stalls import Stalls
 from miles_hpc.agent.supervise import Exit
 from miles_hpc.agent.table import WorkerTable
+from miles_hpc.agent.watches import Watches
 from miles_hpc.wire import rendezvous
 from miles_hpc.wire.messages import (
     AgentHello,
@@ -63,11 +62,8 @@ class Agent:
         self._pipe = begun.pipe
         self.link: AgentLink | None = None
         self._clock = time.monotonic
-        self.probes = Probes(self._clock)
-        self.stalls = Stalls(self._clock)
-        self.table = WorkerTable(
-            self.supervisor, self.ports, self.probes, self.stalls, self.surroundings, self.log, self._send
-        )
+        self.watches = Watches(self._clock)
+        self.table = WorkerTable(self.supervisor, self.ports, self.watches, self.surroundings, self.log, self._send)
         self.hub = begun.hub
         self.keeper = HubKeeper(options, self.hub, self.supervisor, self.log, self._send, self._clock)
         self._heartbeat_every = options.timing.heartbeat
@@ -106,8 +102,8 @@ class Agent:
                 if ended.name != self.hub.name:
                     self.table.on_ended(ended, by_slurm=self._by_slurm())
             self._talk()
-            for finding in [*self.probes.advance(ready), *self.stalls.advance()]:
-                self.table.on_finding(finding)
+            for finding in self.watches.advance(ready):
+                self.table.on_finding(finding, by_slurm=self._by_slurm())
             self.table.advance()
             self._on_exits()
             self._on_time()
@@ -132,12 +128,11 @@ class Agent:
         if self.link is not None:
             for pollable in self.link.pollable():
                 poller.register(pollable, zmq.POLLIN)
-        for descriptor, event in self.probes.filenos().items():
+        for descriptor, event in self.watches.filenos().items():
             poller.register(descriptor, zmq.POLLIN if event == select.POLLIN else zmq.POLLOUT)
         deadline = min(
             self.supervisor.next_deadline(),
-            self.probes.next_deadline(),
-            self.stalls.next_deadline(),
+            self.watches.next_deadline(),
             self.table.next_deadline(),
             self.keeper.next_deadline(),
             self._seeker.next_deadline(),
@@ -161,8 +156,7 @@ class Agent:
     def _on_pause(self, seconds: float) -> None:
         """This process was stopped, and perhaps all of the machine: nobody is judged by that time."""
         self.log.write("stood_still", "warning", seconds=round(seconds, 3))
-        self.probes.on_pause(seconds)
-        self.stalls.on_pause(seconds)
+        self.watches.on_pause(seconds)
         self.keeper.on_pause(seconds)
         self._stood_still += seconds
 

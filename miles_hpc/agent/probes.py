@@ -30,8 +30,10 @@ class Finding(msgspec.Struct, frozen=True):
 
     worker: str
     generation: Generation
-    kind: Literal["ready", "probe_failed", "start_deadline"]
+    kind: Literal["ready", "probe_failed", "start_deadline", "process_lost"]
     text: str = ""
+    signal: int | None = None
+    """What killed the process that was lost."""
 
 
 class Verdict:

@@ -67,6 +67,19 @@ def read_process(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
 
 
+def status_of_zombie(pid: int, start: int) -> int | None:
+    """Wait status of a process whose parent has not taken it yet; None when it has, or lives.
+
+    0 also where the kernel does not tell this process.
+    """
+    try:
+        data = _read(f"/proc/{pid}/stat")
+    except OSError:
+        return None
+    fields = data[data.rindex(b")") + 2 :].split()
+    return int(fields[49]) if fields[0] == b"Z" and int(fields[19]) == start and len(fields) > 49 else None
+
+
 def start_time(pid: int) -> int | None:
     """Start time of a living process in clock ticks since boot."""
     process = read_process(pid)

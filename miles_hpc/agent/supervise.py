@@ -26,7 +26,16 @@ from miles_hpc.agent.cgroups import members
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.program import STOP_SIGNAL
 
-Cause = Literal["exited", "stopped", "probe_failed", "start_deadline", "spawn_failed", "stopped_by_slurm", "port_taken"]
+Cause = Literal[
+    "exited",
+    "stopped",
+    "probe_failed",
+    "start_deadline",
+    "spawn_failed",
+    "stopped_by_slurm",
+    "port_taken",
+    "process_lost",
+]
 
 OBSERVE_INTERVAL = 2.0
 """Seconds between two looks at what the workers have started: whoever was seen once is known for good."""

@@ -16,10 +16,10 @@ from miles_hpc.agent.farewell import FAREWELL_S, Farewell
 from miles_hpc.agent.gpus import GpuError, GpuLooks
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.ports import PortError, Ports, describe_holder, is_served_by
-from miles_hpc.agent.probes import Finding, Probes
-from miles_hpc.agent.stalls import Stalls
+from miles_hpc.agent.probes import Finding
 from miles_hpc.agent.supervise import Cause, Exit, SpawnError, Supervisor
 from miles_hpc.agent.surroundings import NodeSurroundings, Surroundings, out_of_memory
+from miles_hpc.agent.watches import Watches
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
@@ -68,6 +68,7 @@ class Row(msgspec.Struct):
     stateful: bool = False
     calls: list[HttpCall] = msgspec.field(default_factory=list)
     environ: dict[str, str] = msgspec.field(default_factory=dict)
+    essential: list[str] = msgspec.field(default_factory=list)
     farewell: Farewell | None = None
     """Under way: then it is stopped for the cause and text of `stop`."""
     stop: tuple[Cause, str, float | None] = ("stopped", "", None)
@@ -87,8 +88,7 @@ class WorkerTable:
         self,
         supervisor: Supervisor,
         ports: Ports,
-        probes: Probes,
-        stalls: Stalls,
+        watches: Watches,
         surroundings: NodeSurroundings,
         log: JsonLog,
         send: Callable[[Message], None],
@@ -96,8 +96,7 @@ class WorkerTable:
     ) -> None:
         self._supervisor = supervisor
         self._ports = ports
-        self._probes = probes
-        self._stalls = stalls
+        self._watches = watches
         self._surroundings = surroundings
         self._log = log
         self._send = send
@@ -265,7 +264,7 @@ class WorkerTable:
         except (GpuError, SpawnError, OSError) as failure:
             return str(failure)
         row.pid, row.probe, row.calls, row.environ = process.pid, order.probe, order.farewell, order.env
-        row.state = "starting"
+        row.state, row.essential = "starting", order.essential_processes
         self._log.write(
             "worker_started",
             worker=row.worker,
@@ -279,7 +278,7 @@ class WorkerTable:
             self._ready(row)
         else:
             target = HostAndPort(self._ports.address, row.ports[order.probe.port])
-            self._probes.add(row.worker, row.generation, order.probe, target)
+            self._watches.probes.add(row.worker, row.generation, order.probe, target)
         return ""
 
     def on_stop(self, order: StopWorker) -> None:
@@ -314,7 +313,7 @@ class WorkerTable:
 
     def _stop(self, row: Row, cause: Cause, text: str, grace: float | None) -> None:
         ready = row.state == "ready"
-        self._unwatch(row)
+        self._watches.remove(row.worker)
         row.state = "stopping"
         # Where the grace is cut, there is no time to take leave.
         unhurried = grace is None or grace >= self._supervisor.workers[row.worker].stop_grace
@@ -332,13 +331,15 @@ class WorkerTable:
         self._supervisor.stop(row.worker, cause, text, grace=grace)
 
     # --------------------------------------------------------------------------------------------- reports
-    def on_finding(self, finding: Finding) -> None:
-        """A probe has decided something about a worker."""
+    def on_finding(self, finding: Finding, *, by_slurm: bool = False) -> None:
+        """A watch over a worker has decided something."""
         row = self._rows.get(finding.worker)
         if row is None or row.generation != finding.generation or row.state == "stopping":
             return
         if finding.kind == "ready":
             self._on_served(row)
+        elif finding.kind == "process_lost":
+            self._on_lost(row, finding, by_slurm=by_slurm)
         else:
             self._log.write(
                 finding.kind, "warning", worker=row.worker, generation=str(row.generation), text=finding.text
@@ -357,16 +358,31 @@ class WorkerTable:
     def _ready(self, row: Row) -> None:
         row.state = "ready"
         if row.around is not None:
-            self._stalls.add(row.worker, row.generation, row.around.progress.read, row.probe.stall)
-        self._log.write("worker_ready", worker=row.worker, generation=str(row.generation))
+            self._watches.stalls.add(row.worker, row.generation, row.around.progress.read, row.probe.stall)
+        parts = [pid for pid in self._supervisor.pids(row.worker) if pid != row.pid] if row.essential else []
+        found = self._watches.essentials.add(row.worker, row.generation, parts, row.essential)
+        self._log.write("worker_ready", worker=row.worker, generation=str(row.generation), essential=found)
         self._send(WorkerReady(worker=row.worker, generation=row.generation))
+
+    def _on_lost(self, row: Row, finding: Finding, *, by_slurm: bool) -> None:
+        """What is left of a worker serves nobody, and would wait for what is gone: it is killed at once.
+
+        The hub hears of it before it is gone, as of an end by itself.
+        """
+        cause: Cause = "stopped_by_slurm" if by_slurm else "process_lost"
+        self._log.write(cause, "warning", worker=row.worker, generation=str(row.generation), text=finding.text)
+        self._stop(row, cause, finding.text, 0.0)
+        lost = Exit(row.worker, row.generation, row.pid, None, finding.signal, False, cause, finding.text, 0)
+        # The signal tells whether memory had run out; the worker's own end is another one.
+        row.ended = msgspec.structs.replace(self._report_of(row, lost, by_slurm=by_slurm), signal=None)
+        self._send(msgspec.structs.replace(row.ended, gone=False))
 
     def on_ended(self, ended: Exit, *, by_slurm: bool) -> None:
         """The first process of a worker has ended by itself: the hub hears of it before the rest of it is gone."""
         if ended.signal in _STOPS or (ended.exit_code or 0) - 128 in _STOPS:
             return  # Slurm signals one process after the other: the agent's own signal may be about to explain this
         row = self._rows[ended.name]
-        self._unwatch(row)
+        self._watches.remove(row.worker)
         row.state = "stopping"
         row.ended = self._report_of(row, ended, by_slurm=by_slurm)
         self._send(msgspec.structs.replace(row.ended, gone=False))
@@ -418,13 +434,9 @@ class WorkerTable:
             log_tail=tail,
         )
 
-    def _unwatch(self, row: Row) -> None:
-        self._probes.remove(row.worker)
-        self._stalls.remove(row.worker)
-
     def _forget(self, row: Row) -> None:
         """The worker is gone: give back what it held."""
-        self._unwatch(row)
+        self._watches.remove(row.worker)
         self._ports.release(row.worker)
         if row.around is not None:
             self._surroundings.remove(row.around)

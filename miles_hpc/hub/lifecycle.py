@@ -238,8 +238,9 @@ def how_it_ended(report: WorkerExited) -> str:
         end += f", {report.cause}"
     if report.text:
         end += f": {report.text}"
-    if report.cause != "stopped" and (report.exit_code or report.signal is not None):
-        end += last_words(report.log_tail, killed=report.signal is not None)
+    lost = report.cause == "process_lost"
+    if report.cause != "stopped" and (report.exit_code or report.signal is not None or lost):
+        end += last_words(report.log_tail, killed=report.signal is not None or lost)
     return f"{end}; log {report.log_path}" if report.log_path else end
 
 

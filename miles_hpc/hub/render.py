@@ -82,6 +82,7 @@ def start_order(core: Core, cell: Cell, worker: Worker) -> StartWorker:
         gpu_uuids=[node.gpus[slot].uuid for slot in worker.gpu_slots],
         stateful=spec.state == "stateful",
         farewell=list(spec.farewell),
+        essential_processes=list(spec.essential_processes),
     )
 
 

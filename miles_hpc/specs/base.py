@@ -79,6 +79,9 @@ class CommandWorkerSpec:
     stop_grace: float = 5.0
     farewell: tuple[HttpCall, ...] = ()
     """Calls to the probe's port before a ready worker gets its stop signal."""
+    essential_processes: tuple[str, ...] = ()
+    """Texts, one of which stands in the command line of every process that a worker starts and cannot live without.
+    When one ends that lived when the worker became ready, the worker is killed and healed at once."""
     meta: Callable[[int], dict[str, Any]] = lambda cell_index: {}
     """Facts about a cell that observers need; published with its addresses."""
 

@@ -17,6 +17,10 @@ FAREWELL = (
 )
 """SGLang waits for its requests after SIGTERM, and while it is paused for ever (seen)."""
 
+SGLANG_PARTS = ("sglang::scheduler", "sglang::detokenizer", "sglang::data_parallel_controller")
+"""Titles of the processes of SGLang (0.5.23) that an engine does not survive. Its own watchdog takes seconds to say so,
+and its server answers health checks meanwhile (seen)."""
+
 
 def engine_specs(config: Config) -> list[CommandWorkerSpec]:
     """A pool for each group of each model."""
@@ -68,6 +72,7 @@ def _group_spec(config: Config, model: ServedModel, group: Group) -> CommandWork
         probe=timed_probe(config, "http", "http", start_deadline=inference.start_deadline_s),
         stop_grace=config.timing.stop_grace,
         farewell=FAREWELL if inference.engine == "sglang" else (),
+        essential_processes=SGLANG_PARTS if inference.engine == "sglang" else (),
         meta=lambda cell_index: {
             "model": model.name,
             "engine": inference.engine,

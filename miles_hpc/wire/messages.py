@@ -142,9 +142,17 @@ class WorkerExited(Message, frozen=True):
     signal: int | None = None
     oom: Literal["no", "probable", "yes"] = "no"
     cause: Literal[
-        "exited", "stopped", "probe_failed", "start_deadline", "spawn_failed", "stopped_by_slurm", "port_taken"
+        "exited",
+        "stopped",
+        "probe_failed",
+        "start_deadline",
+        "spawn_failed",
+        "stopped_by_slurm",
+        "port_taken",
+        "process_lost",
     ] = "exited"
-    """`port_taken`: another process was first on one of its ports; it is to be started again on other ports."""
+    """`port_taken`: another process was first on one of its ports; it is to be started again on other ports.
+    `process_lost`: one of its `essential_processes` has ended before it."""
     text: str = ""
     log_path: str = ""
     log_tail: str = ""
@@ -220,6 +228,8 @@ class StartWorker(Message, frozen=True):
     """Killed without TERM once the hub has been silent for `timing.fence`: another one may take its place then."""
     farewell: list[HttpCall] = []
     """Made when it is ready and about to be stopped, before its stop signal."""
+    essential_processes: list[str] = []
+    """Texts, one of which stands in the command line of every process that it cannot live without once it is ready."""
 
 
 class StopWorker(Message, frozen=True):

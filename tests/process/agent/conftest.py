@@ -156,6 +156,7 @@ class FakeHub:
         arguments: tuple[str, ...] = (),
         stateful: bool = False,
         gpu_uuids: list[str] | None = None,
+        essential_processes: tuple[str, ...] = (),
     ) -> WorkerStarted:
         """Start Python source as a worker."""
         generation = Generation(1, n)
@@ -171,6 +172,7 @@ class FakeHub:
                 stop_grace=stop_grace,
                 stateful=stateful,
                 gpu_uuids=gpu_uuids or [],
+                essential_processes=list(essential_processes),
             ),
         )
         return self.expect(WorkerStarted, worker, generation)

@@ -18,12 +18,12 @@ from miles_hpc.agent.gpus import NodeGpus
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.ports import PortLocks, Ports
-from miles_hpc.agent.probes import Finding, Probes
+from miles_hpc.agent.probes import Finding
 from miles_hpc.agent.scratch import Scratch
-from miles_hpc.agent.stalls import Stalls
 from miles_hpc.agent.supervise import Exit, SpawnError
 from miles_hpc.agent.surroundings import NodeSurroundings
 from miles_hpc.agent.table import WorkerTable
+from miles_hpc.agent.watches import Watches
 from miles_hpc.config.node import GpuConfig
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
@@ -89,8 +89,7 @@ class Node:
         self.table = WorkerTable(
             self.supervisor,  # type: ignore[arg-type]
             self.ports,
-            Probes(lambda: 0.0),
-            Stalls(lambda: 0.0),
+            Watches(lambda: 0.0),
             NodeSurroundings(
                 LogFiles(tmp_path / "local", tmp_path),
                 self.scratch,
@@ -189,6 +188,35 @@ def test_a_failed_probe_stops_the_worker_with_its_cause(node, kind):
     node.table.on_finding(Finding(W, g(1), kind, "why"))
     node.table.on_finding(Finding(W, g(1), kind, "again"))
     assert node.supervisor.stopped == [(W, kind, "why", None)]
+
+
+def test_a_worker_that_has_lost_an_essential_process_is_killed_and_the_hub_hears_of_it_before_it_is_gone(node):
+    node.start()
+    node.took()
+    text = "its process sglang::scheduler (pid 7), without which it cannot go on, was killed by signal 9"
+    node.table.on_finding(Finding(W, g(1), "process_lost", text, 9))
+    assert node.supervisor.stopped == [(W, "process_lost", text, 0.0)]
+    (first,) = node.took()
+    assert (first.cause, first.text, first.signal, first.gone) == ("process_lost", text, None, False)
+    node.end(exit_code=None, signal=9, killed_by_us=True, cause="process_lost", text=text)
+    (last,) = node.took()
+    assert (last.cause, last.text, last.gone) == ("process_lost", text, True)
+
+
+def test_one_that_slurm_has_ended_is_no_loss(node):
+    node.start()
+    node.took()
+    node.table.on_finding(Finding(W, g(1), "process_lost", "why"), by_slurm=True)
+    assert [message.cause for message in node.took()] == ["stopped_by_slurm"]
+    assert node.supervisor.stopped == [(W, "stopped_by_slurm", "why", 0.0)]
+
+
+def test_a_worker_that_is_being_stopped_loses_its_processes_as_it_should(node):
+    node.start()
+    node.table.on_stop(StopWorker(worker=W, generation=g(1), reason="why"))
+    node.took()
+    node.table.on_finding(Finding(W, g(1), "process_lost", "why", 15))
+    assert node.took() == [] and len(node.supervisor.stopped) == 1
 
 
 def test_a_finding_about_another_generation_is_thrown_away(node):

@@ -146,6 +146,17 @@ def test_a_cell_leaves_the_address_book_when_its_process_has_ended_and_starts_wh
     assert f.core.healed() == 1
 
 
+def test_a_cell_whose_process_was_lost_is_healed_with_what_its_log_says_of_that(fleet, pool):
+    f = fleet(pool("engine"))
+    text = "its process sglang::scheduler (pid 7), without which it cannot go on, ended with exit code 1"
+    how = {"cause": "process_lost", "text": text, "exit_code": None, "log_tail": "RuntimeError: it broke\n"}
+    f.die("engine-00000-00000", **how)
+    (ends,) = [note for note in f.notes if note.event == "cell_ends"]
+    last = "its last line: RuntimeError: it broke"
+    assert ends.fields["reason"] == f"engine-00000-00000 is gone, process_lost: {text}; {last}"
+    assert f.phases() == {"engine-00000": "ready"} and f.core.healed() == 1
+
+
 def test_a_death_counts_against_the_node_before_the_rest_is_gone(fleet, pool):
     f = fleet(pool("engine"))
     f.receive(

@@ -260,6 +260,15 @@ def test_only_the_real_sglang_is_told_before_its_stop():
     assert paths == {"fake": [], "embedded": [], "sglang": ["/abort_request", "/continue_generation"]}
 
 
+def test_only_the_real_sglang_has_processes_that_an_engine_cannot_live_without():
+    parts = {
+        engine: specs_of(f"inference.engine={engine}")["engine"].essential_processes
+        for engine in ("fake", "embedded", "sglang")
+    }
+    assert parts["fake"] == parts["embedded"] == ()
+    assert {"sglang::scheduler", "sglang::detokenizer"} < set(parts["sglang"])
+
+
 def test_a_run_that_only_generates_has_no_trainer():
     assert "trainer" not in specs_of("mode=rollout") and "driver" in specs_of("mode=rollout")
 
