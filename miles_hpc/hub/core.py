@@ -107,13 +107,15 @@ class Node(msgspec.Struct):
     """GPU slot -> the worker that occupies it until it is confirmed gone."""
     strays: dict[str, Generation] = msgspec.field(default_factory=dict)
     """Workers that this node runs, or may still run, although they are not wanted there."""
+    stray_pids: dict[str, int] = msgspec.field(default_factory=dict)
+    """Worker -> the first process of its last stray, for people."""
 
     def add_stray(self, row: WorkerState) -> None:
         """A worker that is not wanted here has its GPUs until its end is confirmed, unless they were given away."""
         before = self.strays.get(row.worker)
         if before is not None and before != row.generation:
             self.release(row.worker, before)
-        self.strays[row.worker] = row.generation
+        self.strays[row.worker], self.stray_pids[row.worker] = row.generation, row.pid
         for slot, gpu in enumerate(self.gpus):
             if gpu.uuid in row.gpu_uuids:
                 self.gpu_holders.setdefault(slot, (row.worker, row.generation))
@@ -184,6 +186,15 @@ class Client(msgspec.Struct, frozen=True):
     generation: Generation
 
 
+class Leftover(msgspec.Struct):
+    """A worker that was told to stop, on a node that is heard, and is not confirmed gone."""
+
+    pid: int
+    since: float
+    told: bool = False
+    """It is known that it takes too long."""
+
+
 class Failure(msgspec.Struct, frozen=True):
     """The run failed, says its driver; stands unless the death of another part explains it before `until`."""
 
@@ -216,6 +227,9 @@ class Core:
                 raise ValueError(f"pool {spec.name!r} reads {unknown}, which no spec declares: {list(self.specs)}")
         self.waiting: dict[str, None] = dict.fromkeys(self.cells)
         self.reserved: dict[str, None] = {}
+        self.stopping: dict[str, None] = {}
+        self.leftovers: dict[tuple[str, str, Generation], Leftover] = {}
+        """(Node, worker, generation) -> since when its end is waited for."""
         self.nodes: dict[str, Node] = {}
         self.node_of_peer: dict[bytes, str] = {}
         self._cells_on: dict[str, dict[str, Cell]] = {}
@@ -357,7 +371,11 @@ class Core:
     def change_phase(self, cell: Cell, phase: Phase) -> None:
         cell.phase = phase
         self.book_dirty = True
-        for collection, member in ((self.waiting, Phase.WAITING), (self.reserved, Phase.RESERVED)):
+        for collection, member in (
+            (self.waiting, Phase.WAITING),
+            (self.reserved, Phase.RESERVED),
+            (self.stopping, Phase.STOPPING),
+        ):
             if phase is member:
                 collection[cell.id] = None
             else:

@@ -91,12 +91,12 @@ def _on_refused(core: Core, cell: Cell, text: str) -> None:
             core.decide("failed", text)
         elif waited > core.timing.join:
             core.decide("failed", f"{text}; nothing became free within {core.timing.join:g} s (timing.join)")
-    elif waited > core.timing.replace_timeout and not _spared(core, cell):
+    elif waited > core.timing.replace_timeout and not spared(core, cell):
         limit = core.timing.replace_timeout
         drain.begin(core, f"{text}; nothing became free within {limit:g} s (timing.replace_timeout)", 0.0, "placement")
 
 
-def _spared(core: Core, cell: Cell) -> bool:
+def spared(core: Core, cell: Cell) -> bool:
     """Whether the run gets on without this cell: others of its pool do its work, only less of it."""
     return not vital(cell) and any(other.phase is Phase.READY for other in core.pools[cell.pool])
 

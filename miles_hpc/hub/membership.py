@@ -38,7 +38,8 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
     same = before is not None and before.incarnation == hello.incarnation
     if before is not None:
         core.node_of_peer.pop(before.peer, None)
-        node.gpu_holders, node.strays = before.gpu_holders, before.strays
+        node.gpu_holders = before.gpu_holders
+        node.strays, node.stray_pids = before.strays, before.stray_pids
         node.deaths, node.quarantined = before.deaths, before.quarantined
     core.nodes[name] = node
     core.node_of_peer[peer] = name
@@ -180,7 +181,7 @@ def _lose_workers(core: Core, node: Node, text: str) -> None:
     elastic.on_gone(core, node)
     for cell, worker in core.workers_on(node.id):
         # It may still run there; should the node come back, it is stopped then.
-        node.strays[worker.id] = cell.generation
+        node.strays[worker.id], node.stray_pids[worker.id] = cell.generation, worker.pid
         ending = Ending(f"{text}, and with it {worker.id}", budgeted=False)
         if cell.spec.state == "stateless":
             lifecycle.on_worker_gone(core, cell, worker, ending)
@@ -201,8 +202,9 @@ def _reconcile(core: Core, node: Node, rows: list[WorkerState], *, after_hello: 
         listed[row.worker] = row.generation
         found = core.find(row.worker, row.generation, node.id)
         if found is None:
+            if node.strays.get(row.worker) != row.generation:
+                core.note("stray_worker", "warning", node=node.id, worker=row.worker, generation=str(row.generation))
             node.add_stray(row)
-            core.note("stray_worker", "warning", node=node.id, worker=row.worker, generation=str(row.generation))
             core.send_node(node.id, StopWorker(worker=row.worker, generation=row.generation, reason="not wanted here"))
         else:
             node.strays.pop(row.worker, None)

@@ -50,6 +50,11 @@ class Room:
             except PlacementRefused as failure:
                 refused = failure
         assert refused is not None
+        left_out = [node.id for node in self._with_strays if _stray_of(node, cell)]
+        if left_out:
+            raise PlacementRefused(
+                f"{refused}; left out: {', '.join(left_out)}, where an older {cell.id} has not ended"
+            )
         raise refused
 
     def _look(self) -> None:

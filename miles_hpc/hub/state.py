@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.config.timing import Timing
-from miles_hpc.hub import drain, healing, journal, lifecycle, membership, operator, recovery, standing
+from miles_hpc.hub import drain, healing, journal, leftovers, lifecycle, membership, operator, recovery, standing
 from miles_hpc.hub.actions import Action, Event, HubBroke, HubSignalled, Leave, Outcome, Received, Tick, VerdictWritten
 from miles_hpc.hub.core import LEAVE_SLACK_S, WRITE_PATIENCE_S, Client, Core, RunInfo
 from miles_hpc.hub.render import address_book
@@ -90,6 +90,8 @@ class HubState:
         if lag > OWN_LAG_S:
             for node in core.nodes.values():
                 node.last_heard += lag
+            for leftover in core.leftovers.values():
+                leftover.since += lag
             core.note("hub_stalled", "warning", seconds=round(lag, 3))
         if isinstance(event, Received) and isinstance(event.message, Heartbeat) and self._is_well(event):
             out, core.out = core.out, []
@@ -113,6 +115,7 @@ class HubState:
                 standing.watch(core)
                 healing.watch_quarantine(core)
                 self._watch_recovery()
+                leftovers.watch(core)
                 self._watch_start()
                 operator.carry_out_deferred(core)
         if core.outcome is None and not core.recovering:

@@ -67,6 +67,8 @@ class ScriptedAgent:
     reserve_error: str = ""
     backlog: list[object] = field(default_factory=list)
     """Orders that wait in its connection while it is silent."""
+    stuck: set[str] = field(default_factory=set)
+    """Workers that do not end, whatever it does."""
 
     @property
     def node(self) -> str:
@@ -77,11 +79,12 @@ class ScriptedAgent:
         self.orders.append(message)
         match message:
             case ReservePorts():
-                if self.reserve_error:
-                    return [
-                        PortsReserved(worker=message.worker, generation=message.generation, error=self.reserve_error)
-                    ]
                 row = self.table.get(message.worker)
+                error = self.reserve_error
+                if message.worker in self.stuck and row is not None and row.generation != message.generation:
+                    error = f"{row.worker} of generation {row.generation} is not stopped yet"
+                if error:
+                    return [PortsReserved(worker=message.worker, generation=message.generation, error=error)]
                 if row is None or row.generation != message.generation:
                     ports = dict(message.keep)
                     for port in message.ports:
@@ -114,6 +117,9 @@ class ScriptedAgent:
             case StopWorker():
                 row = self.table.get(message.worker)
                 if row is not None and row.generation == message.generation:
+                    if row.worker in self.stuck and row.pid:
+                        self.table[row.worker] = msgspec.structs.replace(row, state="stopping")
+                        return []
                     del self.table[message.worker]
                 return [WorkerExited(worker=message.worker, generation=message.generation, signal=15, cause="stopped")]
             case Shutdown():
@@ -236,6 +242,9 @@ class Fleet:
             for agent in self.agents:
                 if not agent.silent and not agent.left:
                     self.receive(agent.peer, Heartbeat(seq=1))
+            for agent in self.agents:
+                if agent.stuck and not agent.silent and self.now % self.timing.anti_entropy < step:
+                    self.receive(agent.peer, FullTable(workers=list(agent.table.values())))
             if self.lease:
                 self.core.standing.lease_renewed_at = self.now
             self.apply(Tick())
@@ -259,6 +268,22 @@ class Fleet:
                     self.settle()
                 return
         raise AssertionError(f"{worker} does not run")
+
+    def hang(self, worker: str) -> None:
+        """A worker's first process ends by itself, and something that it has started does not."""
+        (agent,) = [agent for agent in self.agents if worker in agent.table]
+        row = agent.table[worker] = msgspec.structs.replace(agent.table[worker], state="stopping")
+        agent.stuck.add(worker)
+        self.receive(agent.peer, WorkerExited(worker=worker, generation=row.generation, exit_code=1, gone=False))
+        self.settle()
+
+    def end_at_last(self, worker: str) -> None:
+        """What had hung is gone."""
+        (agent,) = [agent for agent in self.agents if worker in agent.stuck]
+        agent.stuck.remove(worker)
+        row = agent.table.pop(worker)
+        self.receive(agent.peer, WorkerExited(worker=worker, generation=row.generation, exit_code=1))
+        self.settle()
 
     def client(self, worker: str, generation: Generation | None = None) -> bytes:
         """A program of ours says hello; returns its connection."""
