@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _END_PATIENCE_S = 3.0
 """For what the verdict waits for: Slurm may be about to kill us."""
+_GOES_ON = ("RUNNING", "RESIZING", "SIGNALING")
+"""States of a job that Slurm is not ending: it may be delivering the very signal that made the run drain."""
 
 
 class SlurmSite:
@@ -98,7 +100,7 @@ class SlurmSite:
         except SlurmError:
             return ""  # Slurm itself refuses it when it cannot be
         row = rows.get(self._job.job_id)
-        if row is not None and row.state.name != "RUNNING":
+        if row is not None and row.state.name not in _GOES_ON:
             # scancel and the time limit end the job themselves; to queue it again would undo the user's cancel.
             return f"Slurm has ended it ({row.state.name})"
         return ""

@@ -78,7 +78,8 @@ class SlurmWatch:
             self._pause_s = self._interval_s
         except SlurmError as error:
             log.warning("%s; asking again in %.0f s", error, self._pause_s)
-            self._next = now + self._pause_s
+            # From its end on: a command that runs into its time limit took longer than the pause.
+            self._next = self._clock() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_INTERVAL_S)
             return
         self._next = now + self._pause_s

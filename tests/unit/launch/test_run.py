@@ -263,6 +263,24 @@ def test_when_slurmctld_is_away_old_answers_stay_and_it_is_asked_less_often(slur
     assert slurm.watch.row("7").state.name == "COMPLETED"
 
 
+def test_a_command_that_runs_into_its_time_limit_is_not_called_again_at_once():
+    clock, asked = Clock(), []
+
+    def silent(ids):
+        asked.append(clock.now)
+        clock.now += 20.0
+        raise SlurmError("squeue did not answer within 20 s")
+
+    watch = SlurmWatch(squeue=silent, sacct=silent, clock=clock)
+    for _ in range(4):
+        watch.row("7")
+        clock.now += 1.0
+    assert asked == [0.0]
+    clock.now = 25.0
+    watch.row("7")
+    assert asked == [0.0, 25.0]
+
+
 # --------------------------------------------------------------------------------------------------- site
 @pytest.fixture
 def site(place, slurm, monkeypatch):
@@ -282,7 +300,9 @@ def ended(place, outcome: str = "drained", number: int = 0, steps: int = 5, requ
     verdict(place, number, outcome=outcome, exit_code=75, steps=steps, requeue=requeue, reason="why")
 
 
-def test_a_drained_run_is_queued_again_and_its_exit_code_written(place, site):
+@pytest.mark.parametrize("state", ["RUNNING", "SIGNALING"])
+def test_a_drained_run_is_queued_again_and_its_exit_code_written(place, site, slurm, state):
+    slurm.queue["7"] = row(state)
     ended(place)
     site().on_verdict()
     assert exit_code_path(place, KEY).read_text() == "75\n" and requeue_path(place, KEY).exists()
