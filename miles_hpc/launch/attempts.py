@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -187,7 +186,7 @@ def claim_attempt(
 
 def _link(target: Path, attempt: Attempt) -> bool:
     """Publish a claim, complete or not at all. False: somebody else was faster."""
-    draft = target.with_name(f".draft-{os.getpid()}-{secrets.token_hex(4)}")
+    draft = target.with_name(f".draft-{os.getpid()}-{os.urandom(4).hex()}")
     try:
         with draft.open("xb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(attempt), indent=2) + b"\n")
@@ -207,7 +206,7 @@ def point_latest(run_dir: Path, attempt: int) -> None:
     """`logs/latest` -> `attempt-<n>`, replaced in one step."""
     logs = run_dir / "logs"
     (logs / f"attempt-{attempt}").mkdir(parents=True, exist_ok=True)
-    draft = logs / f".latest-{os.getpid()}-{secrets.token_hex(4)}"
+    draft = logs / f".latest-{os.getpid()}-{os.urandom(4).hex()}"
     draft.symlink_to(f"attempt-{attempt}")
     draft.replace(logs / "latest")
 

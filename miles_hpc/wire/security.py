@@ -122,10 +122,8 @@ def create_secrets(run_dir: Path, attempt: int) -> None:
         path.chmod(0o700)
     for name in (*ROLES, DATA):
         _write_once(directory / f"{name}.json", msgspec.json.encode(KeyPair.generate()))
-    import secrets  # here, because it brings OpenSSL, and keys are made only once
-
     # Hexadecimal: SGLang hands the key to its own argument parser, where one that begins with "-" is taken for a flag.
-    _write_once(http_key_path(run_dir, attempt), secrets.token_hex(32).encode())
+    _write_once(http_key_path(run_dir, attempt), os.urandom(32).hex().encode())
     _write_once(sglang_config_path(run_dir, attempt), f"api-key: {load_http_key(run_dir, attempt)}\n".encode())
 
 
