@@ -269,25 +269,34 @@ GenerateFunction = Callable[[Sample, GenerateContext], Awaitable[Any]]
 async def single_turn(sample: Sample, context: GenerateContext) -> None:
     """One answer of the policy to the prompt; goes on where an interrupted one was left."""
     prompt = context.prompt_ids(sample)
-    begun = len(sample.token_ids) - len(prompt)
-    if begun <= 0:
-        sample.token_ids, sample.loss_mask, sample.logprobs, sample.versions = [], [], [], []
-        append_tokens(sample, prompt)
-        begun = 0
+    if len(sample.token_ids) <= len(prompt):
+        begin(sample, prompt)
     context.stage("generate")
-    sampling = context.sampling(sample)
-    if begun < sampling.max_new_tokens:
-        left = sampling
-        if begun:
-            left = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - begun)
-        append_answer(sample, answer := await context.generate(sample.token_ids, left))
-        sample.status = STATUS_OF[answer.finish_reason]
-    else:
-        sample.status = "truncated"
+    await draw_answer(sample, context, len(prompt))
     sample.response = context.services.tokenizer.decode(sample.token_ids[len(prompt) :])
 
 
 STATUS_OF: Mapping[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+
+
+def begin(sample: Sample, prompt: Sequence[int]) -> None:
+    """Have the sample hold its prompt and nothing else."""
+    sample.token_ids, sample.loss_mask, sample.logprobs, sample.versions = [], [], [], []
+    append_tokens(sample, prompt)
+
+
+async def draw_answer(sample: Sample, context: GenerateContext, start: int, turn: int = 0) -> None:
+    """Generate the answer of which token `start` is the first, or what an interruption left out of it."""
+    sampling = context.sampling(sample, turn)
+    begun = len(sample.token_ids) - start
+    if begun >= sampling.max_new_tokens:
+        sample.status = "truncated"
+        return
+    if begun:
+        sampling = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - begun)
+    answer = await context.generate(sample.token_ids, sampling)
+    append_answer(sample, answer)
+    sample.status = STATUS_OF[answer.finish_reason]
 
 
 def append_tokens(sample: Sample, ids: Sequence[int]) -> None:

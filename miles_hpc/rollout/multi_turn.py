@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from miles_hpc.rollout.functions import load_function
-from miles_hpc.rollout.generate import STATUS_OF, GenerateContext, append_answer, append_tokens
+from miles_hpc.rollout.generate import GenerateContext, append_tokens, begin, draw_answer
 from miles_hpc.rollout.sample import Sample
 from miles_hpc.rollout.statistics import add_up
 from miles_hpc.wire.time_limit import within
@@ -46,6 +46,10 @@ async def multi_turn(sample: Sample, context: GenerateContext) -> None:
     """Turns until an answer calls no tool, is cut off, or `rollout.max_turns` is reached. All turns are one sample:
     the policy's tokens count, what the template and the tools put between them does not. The last answer is scored.
 
+    After an interruption it goes on from the turns that were finished, in the middle of an answer too. A function with
+    an attribute `stateful` that is true keeps something between calls, which other calls would not find: then it
+    begins anew.
+
     Raises:
         FunctionPathError: `rollout.tools` cannot be imported.
     """
@@ -54,14 +58,16 @@ async def multi_turn(sample: Sample, context: GenerateContext) -> None:
     rollout, tokenizer = context.config.rollout, context.services.tokenizer
     run_tool = load_function(rollout.tools, KEY) if rollout.tools else None
     continuation = Continuation(tokenizer)
-    sample.token_ids, sample.loss_mask, sample.logprobs, sample.versions = [], [], [], []
-    append_tokens(sample, context.prompt_ids(sample))
-    for turn in range(rollout.max_turns):
+    prompt = context.prompt_ids(sample)
+    first, start = _place(sample, prompt)
+    if not 0 <= first < rollout.max_turns or getattr(run_tool, "stateful", False):
+        begin(sample, prompt)
+        first, start = 0, len(prompt)
+    for turn in range(first, rollout.max_turns):
         context.stage(f"turn {turn + 1}")
-        answer = await context.generate(sample.token_ids, context.sampling(sample, turn))
-        append_answer(sample, answer)
-        sample.response = tokenizer.decode(answer.token_ids)
-        sample.status = STATUS_OF[answer.finish_reason]
+        await draw_answer(sample, context, start, turn)
+        answer = sample.token_ids[start:]
+        sample.response = tokenizer.decode(answer)
         calls = parse_tool_calls(sample.response)
         if sample.status != "completed" or not calls or run_tool is None or turn + 1 == rollout.max_turns:
             return
@@ -72,7 +78,25 @@ async def multi_turn(sample: Sample, context: GenerateContext) -> None:
                 {"role": "tool", "name": call.name, "content": await _result(run_tool, call, sample, context)}
             )
         add_up(sample, {"tool_s": time.monotonic() - began, "tool_calls": float(len(calls))})
-        append_tokens(sample, continuation.suffix(answer.token_ids, messages, sample.tools or None))
+        append_tokens(sample, continuation.suffix(answer, messages, sample.tools or None))
+        start = len(sample.token_ids)
+
+
+def _place(sample: Sample, prompt: list[int]) -> tuple[int, int]:
+    """Which turn an interrupted sample goes on with, and where the answer of that turn begins; turn -1: it has none.
+
+    The mask may be all zeros after an interruption; the spans of the versions still say what the policy generated.
+    """
+    answers: list[tuple[int, int]] = []
+    for _, start, end in sample.versions:
+        if answers and answers[-1][1] == start:
+            start = answers.pop()[0]
+        answers.append((start, end))
+    if not answers or answers[0][0] != len(prompt) or sample.token_ids[: len(prompt)] != prompt:
+        return -1, 0
+    start, end = answers[-1]
+    tokens = len(sample.token_ids)
+    return (len(answers) - 1, start) if end == tokens else (len(answers), tokens)
 
 
 async def _result(run_tool: Any, call: ToolCall, sample: Sample, context: GenerateContext) -> str:

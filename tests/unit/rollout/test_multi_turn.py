@@ -115,6 +115,60 @@ def test_turns_end_at_their_limit_and_when_an_answer_is_cut_off(tools):
     assert len(tools) == 1 and item.status == "truncated"
 
 
+def interrupted(item, tokens, mask):
+    """What is kept of a finished sample that had been interrupted after so many tokens."""
+    kept = PartialSample(
+        index=1,
+        status="aborted",
+        token_ids=item.token_ids[:tokens],
+        loss_mask=item.loss_mask[:tokens],
+        logprobs=item.logprobs[:tokens],
+        versions=[(version, start, min(end, tokens)) for version, start, end in item.versions if start < tokens],
+    )
+    kept.restore(fresh := sample(), mask=mask)
+    return fresh
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_turns_go_on_from_wherever_they_were_interrupted(tools, mask):
+    answers = [call("add"), call("sub"), "done."]
+    whole = sample()
+    asyncio.run(multi_turn(whole, context(Engine(*answers), tools="test_tools:run", max_response_tokens=200)))
+    ends = [end for _, _, end in whole.versions]
+    starts = [start for _, start, _ in whole.versions]
+    for tokens in range(starts[0] + 1, ends[-1]):
+        # An answer that had ended was followed by its tools; what they said is kept, or the answer is not over.
+        behind = [end for end in ends if end <= tokens]
+        if behind and tokens < starts[len(behind)]:
+            continue
+        turn = len(behind)
+        begun = tokens - starts[turn]
+        engine = Engine(answers[turn][begun:], *answers[turn + 1 :])
+        tools.clear()
+        item = interrupted(whole, tokens, mask)
+        asyncio.run(multi_turn(item, context(engine, tools="test_tools:run", max_response_tokens=200)))
+        assert item.token_ids == whole.token_ids and item.response == "done" and item.status == "completed"
+        assert [name for name, _ in tools] == ["add", "sub"][turn:]
+        assert engine.prompts[0] == ("".join(map(chr, whole.token_ids[:tokens])), 200 - begun)
+        assert item.loss_mask == [0] * tokens * mask + whole.loss_mask[tokens * mask :]
+        assert sum(end - start for _, start, end in item.versions) == sum(whole.loss_mask)
+
+
+def test_turns_begin_anew_when_the_tools_keep_something_or_the_prompt_is_another(tools):
+    answers = [call("add"), "done."]
+    whole = sample()
+    asyncio.run(multi_turn(whole, context(Engine(*answers), tools="test_tools:run")))
+    sys.modules["test_tools"].run.stateful = True
+    for prompt in ("ab", "abc"):
+        engine = Engine(*answers)
+        item = interrupted(whole, len(whole.token_ids) - 1, False)
+        item.prompt = prompt
+        asyncio.run(multi_turn(item, context(engine, tools="test_tools:run")))
+        assert engine.prompts[0][0] == f"[u:{prompt}]>" and item.response == "done"
+        assert len(item.token_ids) == len(whole.token_ids) + len(prompt) - 2
+        sys.modules["test_tools"].run.stateful = False
+
+
 def test_calls_are_read_in_order_and_arguments_may_be_a_text():
     first, second = parse_tool_calls(call("a", '"{\\"y\\": 2}"') + "and" + call("b"))
     assert (first.name, first.arguments, second.name) == ("a", {"y": 2}, "b")
