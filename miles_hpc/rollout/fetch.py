@@ -13,6 +13,8 @@ from miles_hpc.transport.segments import SegmentMaps, SegmentUnreachable
 from miles_hpc.wire.address import HostAndPort
 
 _PULL_S = 30.0
+_SILENT_S = 120.0
+"""From a port that was silent nothing is asked for so long; then one parcel tries whether it answers again."""
 
 
 class ParcelFetcher:
@@ -21,7 +23,8 @@ class ParcelFetcher:
     def __init__(self) -> None:
         self._maps = SegmentMaps()
         self._clients: dict[HostAndPort, tuple[BulkClient, asyncio.Lock]] = {}
-        self._unreachable: set[tuple[HostAndPort, bytes]] = set()
+        self._silent: dict[tuple[HostAndPort, bytes], float] = {}
+        """Ports that did not answer, and until when they are not asked; on the loop's clock."""
 
     def view(self, ref: ParcelRef) -> memoryview | None:
         """A parcel of this node, read-only; valid until its group is committed. None: it must be pulled."""
@@ -34,19 +37,32 @@ class ParcelFetcher:
         """A parcel in memory of its own.
 
         Raises:
-            BulkError: it did not come. From a port that was silent nothing is asked again.
+            BulkError: it did not come.
         """
+        port = ref.address, ref.key
         client, lock = self._client(ref)
+        again = port in self._silent
+        if again:
+            self._refuse_silent(ref)
+            self._be_silent(ref)  # the parcels beside this one do not wait for what becomes of it
         async with lock:
-            if (ref.address, ref.key) in self._unreachable:
-                raise BulkTimeout(f"{ref.address.netloc} did not answer before")
+            if not again:
+                self._refuse_silent(ref)
             memory = memoryview(mmap.mmap(-1, ref.nbytes))
             try:
                 await _in_thread(client, ref.id, memory)
             except BulkTimeout:
-                self._unreachable.add((ref.address, ref.key))
+                self._be_silent(ref)
                 raise
+            self._silent.pop(port, None)
         return memory.toreadonly()
+
+    def _refuse_silent(self, ref: ParcelRef) -> None:
+        if asyncio.get_running_loop().time() < self._silent.get((ref.address, ref.key), 0.0):
+            raise BulkTimeout(f"{ref.address.netloc} did not answer before")
+
+    def _be_silent(self, ref: ParcelRef) -> None:
+        self._silent[ref.address, ref.key] = asyncio.get_running_loop().time() + _SILENT_S
 
     def _client(self, ref: ParcelRef) -> tuple[BulkClient, asyncio.Lock]:
         found = self._clients.get(ref.address)
