@@ -311,6 +311,8 @@ class Dispatcher:
         groups = {done.group: group for done, group in zip(dones, found, strict=True)}
         for done in dones:
             groups[done.group].stats = done.stats
+            if len(done.categories) == done.samples:
+                groups[done.group].categories = done.categories
         samples = [ordered.get(done.group, done.samples) for done in dones]
         wrong = {
             dones[place].group: ("invalid_sample", text)

@@ -78,6 +78,8 @@ class GroupRun:
         """Reward calls so far, for the failure rate."""
         self.stats: dict[str, float] = {}
         """What was counted of the finished samples."""
+        self.categories: list[str] = []
+        """Words that their rewards were sorted under, one for each; empty: there are none."""
         self._config = config
         self._services = services
         self._generate = generate
@@ -122,6 +124,8 @@ class GroupRun:
             packed = [self._packed(sample) for sample in finished]
             check_samples(packed)
             self.stats = group_stats(finished)
+            if any(sample.category for sample in finished):
+                self.categories = [str(sample.category) for sample in finished]
         except (SchemaError, LengthMismatch, InvalidSample) as error:
             raise GroupError("invalid_sample", f"group {self.order.spec.id}: {error}") from error
         return packed

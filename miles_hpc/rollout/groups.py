@@ -19,7 +19,7 @@ _MERGE_BELOW = 4096
 class Group:
     """Rows `start` to `stop` of a batch: the samples of one group."""
 
-    __slots__ = ("oldest", "start", "stats", "stop", "whole")
+    __slots__ = ("categories", "oldest", "start", "stats", "stop", "whole")
 
     def __init__(self, whole: RolloutBatch, start: int, stop: int, oldest: int) -> None:
         self.whole = whole
@@ -29,6 +29,8 @@ class Group:
         """Lowest weight version of its tokens; -1 where none is known."""
         self.stats: Mapping[str, float] = {}
         """What was counted of its samples; see `statistics`."""
+        self.categories: Sequence[str] = ()
+        """Words that the rewards of its samples were sorted under, one for each; empty: there are none."""
 
     def __len__(self) -> int:
         """Samples."""

@@ -74,11 +74,11 @@ def status_of(code: int) -> Status:
     return "truncated" if STATUSES[code] == "truncated" else "completed"
 
 
-def partial_of(batch: RolloutBatch, *, rewards: bool) -> list[PartialSample]:
+def partial_of(batch: RolloutBatch, categories: Sequence[str] = (), *, rewards: bool) -> list[PartialSample]:
     """Finished samples as what a group can go on from; nothing where a PartialSample cannot hold what they are.
-    Words that their rewards were sorted under are not in a batch, and are lost.
 
     Args:
+        categories: words that the rewards were sorted under; empty: there are none.
         rewards: keep them; off where a reward function of the whole group gave them, which is asked again.
     """
     if batch.extra or len(np.unique(batch.sample_index)) < len(batch):
@@ -93,6 +93,7 @@ def partial_of(batch: RolloutBatch, *, rewards: bool) -> list[PartialSample]:
             versions=[(int(v), int(a), int(b)) for v, a, b in one.spans.tolist()],
             response=one.text("response", 0),
             reward=float(batch.rewards[row]) if rewards else None,
+            category=categories[row] if categories and rewards else "",
         )
         for row in range(len(batch))
         for one in [batch.slice(row, row + 1)]
@@ -174,8 +175,10 @@ class SyncProducer(_Shared):
         partial = dict(collector.partial)
         if self._config.rollout.partial:
             rewards = self._config.reward.scope != "group"
-            finished = [name for name in rest if name in collector.results]
-            partial |= {name: partial_of(collector.results[name].batch, rewards=rewards) for name in finished}
+            finished = {name: collector.results[name] for name in rest if name in collector.results}
+            partial |= {
+                name: partial_of(group.batch, group.categories, rewards=rewards) for name, group in finished.items()
+            }
         self._give_back(
             [msgspec.structs.replace(specs[name], partial=partial.get(name, specs[name].partial)) for name in rest]
         )

@@ -56,6 +56,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     """Rows that it has in the parcel."""
     reward_calls: int = 0
     stats: dict[str, float] = {}
+    categories: list[str] = []
+    """Words that the rewards of its samples were sorted under, one a row; empty: there are none."""
 
 
 class GroupsDone(_Message, frozen=True, kw_only=True):

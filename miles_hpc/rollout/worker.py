@@ -331,7 +331,8 @@ class RolloutWorker:
         else:
             calls = 0 if run.order.evaluation else run.reward_calls
             try:
-                self._finish(run, self._packed(Done(name, len(samples), calls, run.stats), samples))
+                done = Done(name, len(samples), calls, run.stats, run.categories)
+                self._finish(run, self._packed(done, samples))
             except Exception as error:  # nobody awaits this task
                 self._fail(error)
 

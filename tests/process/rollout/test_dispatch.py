@@ -63,7 +63,7 @@ class Worker:
         return await asyncio.wait_for(self.messages.get(), 5)
 
     def done(self, group, batch, incarnation=1):
-        done = GroupsDone(incarnation=incarnation, groups=[Done(group, len(batch), 1)])
+        done = GroupsDone(incarnation=incarnation, groups=[Done(group, len(batch), 1, categories=["format"])])
         self.link.send(done, batch.packing().to_bytes())
 
 
@@ -127,6 +127,7 @@ def test_a_group_goes_out_and_comes_back_and_is_freed_when_committed(tmp_path):
             worker.done("g1", batch())
             assert await worker.next() == GroupsReceived(incarnation=1, groups=["g1"])
         assert list(collector.results) == ["g1"] and collector.reward_calls == 1
+        assert collector.results["g1"].categories == ["format"]
         dispatcher.settle(["g1"], "committed")
         assert await worker.next() == FreeGroups(incarnation=1, groups=["g1"], reason="committed")
         assert dispatcher.accounts.to_dict(final=True) == {

@@ -162,6 +162,25 @@ def test_rewards_of_a_left_over_group_are_kept_unless_the_group_was_scored_as_a_
     (spec,) = source.next(1)
     collector = Collector("r")
     (collector.results[spec.id],) = groups_of(RolloutBatch.pack([arrays()]), [1])
+    collector.results[spec.id].categories = ["format"]
     producer = SyncProducer(msgspec.convert(settings, Config), source, 10, Dispatched(), None)
     asyncio.run(producer._return_rest(collector, {spec.id: spec}, set()))
-    assert [one.reward for one in source.next(1)[0].partial] == [reward]
+    (kept,) = source.next(1)[0].partial
+    assert kept.reward == reward and kept.category == ("format" if reward else "")
+
+
+def test_words_of_rewards_go_with_their_samples_or_not_at_all():
+    async def generate(item, context):
+        finish(item)
+
+    class Sorting(Rewards):
+        words = ()
+
+        async def score(self, item):
+            return checked({"reward": 1.0, "category": self.words[item.index]})
+
+    rewards = Sorting()
+    for rewards.words, told in ((["format", ""], ["format", ""]), (["", ""], [])):
+        run = group(generate, rewards)
+        asyncio.run(asyncio.wait_for(run.run(), 20))
+        assert run.categories == told
