@@ -154,12 +154,15 @@ def _summary(run_dir: Path, attempt: int) -> dict[str, Any]:
 
 
 def idle_attempts(run_dir: Path, attempt: int) -> int:
-    """How many attempts in a row, the last one being `attempt`, have not got further than the one before them."""
+    """How many attempts in a row, the last one being `attempt`, have not got further than the one before them.
+
+    One without a verdict is passed over: how far it came is not known, and the next one would seem to have got there.
+    """
+    judged = [found for number in range(attempt, -1, -1) if (found := _summary(run_dir, number))]
+    steps = [int(found.get("steps") or 0) for found in judged]
     count = 0
-    while attempt >= 0:
-        steps = _summary(run_dir, attempt).get("steps") or 0
-        before = (_summary(run_dir, attempt - 1).get("steps") or 0) if attempt else 0
-        if steps > before:
+    for mine, before in zip(steps, [*steps[1:], 0], strict=False):
+        if mine > before:
             break
-        count, attempt = count + 1, attempt - 1
+        count += 1
     return count

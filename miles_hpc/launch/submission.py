@@ -93,7 +93,7 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def minutes(text: str) -> int | None:
-    """Whole minutes of a time limit in Slurm's forms, rounded up; None: not set.
+    """Whole minutes of a time limit in Slurm's forms, rounded up; None: not set. 0 is Slurm's word for no limit.
 
     Raises:
         ConfigError: when it is none of these forms.
@@ -110,7 +110,7 @@ def minutes(text: str) -> int | None:
         seconds = first * 3600 + second * 60 + third
     else:
         seconds = first * 60 + second
-    return max(1, math.ceil(seconds / 60))
+    return math.ceil(seconds / 60)
 
 
 def node_command(config: Config, run_dir: Path, resume: bool) -> list[str]:

@@ -338,6 +338,12 @@ def test_idle_attempts_are_those_in_a_row_that_got_no_further(place):
     assert [idle_attempts(place, number) for number in range(4)] == [0, 0, 1, 2]
 
 
+def test_an_attempt_without_a_verdict_makes_no_idle_one_look_busy(place):
+    for number, steps in ((0, 9), (2, 9), (4, 9), (5, 12)):
+        ended(place, number=number, steps=steps)
+    assert [idle_attempts(place, number) for number in (0, 2, 4, 5)] == [0, 1, 2, 0]
+
+
 def test_the_end_of_the_allocation_and_the_down_nodes_are_seen(site):
     seen = site().look(["n1.cluster", "n2.cluster"])
     assert 90 < seen.seconds_left <= 100 and seen.down_hosts == {"n2"} and seen.kill_wait == 30

@@ -116,7 +116,7 @@ def test_an_apptainer_container_wraps_the_node_s_command(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("", None), ("30", 30), ("90:30", 91), ("1:30:00", 90), ("1-0", 1440), ("2-12:30", 3630), ("0:10", 1)],
+    [("", None), ("30", 30), ("90:30", 91), ("1:30:00", 90), ("1-0", 1440), ("2-12:30", 3630), ("0:10", 1), ("0", 0)],
 )
 def test_time_limits_in_slurm_s_forms(text, found):
     assert submission.minutes(text) == found
