@@ -1,6 +1,7 @@
 """What the agent of a node reads of a resolved config: a small process that takes little of a large schema."""
 
-from __future__ import annotations
+# Annotations are not put off here: msgspec would compile the text of each in every process that reads a config, which
+# is a tenth of the start of a hub.
 
 import sys
 from pathlib import Path
@@ -81,7 +82,7 @@ class GpuConfig(_Section, frozen=True):
 
 class _Engines(msgspec.Struct, frozen=True):
     gpus_per_engine: int | None = None
-    groups: list[_Engines] = []
+    groups: "list[_Engines]" = []
 
     @property
     def on_gpus(self) -> bool:

@@ -1,6 +1,7 @@
 """All deadlines of the control plane in one place, with the order that must hold between them."""
 
-from __future__ import annotations
+# Annotations are not put off here: msgspec would compile the text of each in every process that reads a config, which
+# is a tenth of the start of a hub.
 
 from typing import Annotated
 
