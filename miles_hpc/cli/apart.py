@@ -14,6 +14,10 @@ from typing import Any
 from miles_hpc.config.errors import ConfigError
 
 
+class ApartFailed(RuntimeError):
+    """The function raised what it must not, or its process died."""
+
+
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function` in a forked child and return its result, which must be JSON.
 
@@ -21,7 +25,7 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
     Raises:
         ConfigError: when the function raised one.
-        RuntimeError: when it raised anything else (its traceback is on stderr), or the child died.
+        ApartFailed: when it raised anything else (its traceback is on stderr), or the child died.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -51,12 +55,12 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     finally:
         _, status = os.waitpid(child, 0)
     if not text:
-        raise RuntimeError(f"{function.__name__} ended with {os.waitstatus_to_exitcode(status)} and said nothing")
+        raise ApartFailed(f"{function.__name__} ended with {os.waitstatus_to_exitcode(status)} and said nothing")
     outcome = json.loads(text)
     if "refused" in outcome:
         raise ConfigError(outcome["refused"])
     if "failed" in outcome:
-        raise RuntimeError(outcome["failed"])
+        raise ApartFailed(outcome["failed"])
     return outcome["result"]
 
 

@@ -39,9 +39,10 @@ class LogFile:
         """The last lines; `read` goes on behind them. Reads no more of the file than it must."""
         with self.path.open("rb") as file:
             end = start = file.seek(0, 2)
-            data = b""
+            data, size = b"", _BLOCK
             while start > 0 and data.count(b"\n") <= lines:
-                start = max(0, start - _BLOCK)
+                # Twice as much each time: progress bars write lines of any length.
+                start, size = max(0, end - size), 2 * size
                 file.seek(start)
                 data = file.read(end - start)
         self.offset = end

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from miles_hpc.cli.apart import apart
+from miles_hpc.cli.apart import ApartFailed, apart
 from miles_hpc.cli.exits import BY_OUTCOME, CANCELLED, FAILED, FINISHED, one_line, refuse
 from miles_hpc.cli.preflight import claim_run_dir, preflight, resolve
 from miles_hpc.config.errors import ConfigError
@@ -38,6 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _start(loaded, run_dir, notes, arguments)
     except ConfigError as error:
         return refuse(str(error))
+    except ApartFailed as error:  # a look at the input that broke off
+        print(f"miles-hpc: failed: nothing was started: {one_line(error)}", file=sys.stderr, flush=True)
+        return FAILED
     except KeyboardInterrupt:
         print("miles-hpc: cancelled before anything was started", file=sys.stderr, flush=True)
         return CANCELLED

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+from pathlib import Path
 
 import pytest
 
+from miles_hpc.cli import run as run_module
 from miles_hpc.cli.exits import one_line
+from miles_hpc.cli.logs import LogFile
 from miles_hpc.cli.preflight import claim_run_dir, port_holder
 from miles_hpc.cli.run import _again, closing_lines, default_run_dir, last_line, newest_checkpoint
 from miles_hpc.cli.source import find_run
@@ -69,6 +73,51 @@ def test_closing_lines_name_only_what_exists(tmp_path):
 
 def test_closing_lines_of_a_run_without_a_summary(tmp_path):
     assert "failed after 0 steps" in closing_lines({}, tmp_path, {})[1]
+
+
+def test_an_error_of_our_own_before_the_start_ends_with_one_line_and_code_1(monkeypatch, capsys):
+    def broken(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does that is out of memory
+
+    monkeypatch.setattr(run_module, "preflight", broken)
+    broken.__name__ = "preflight"
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run_module.run(arguments(files=["smoke"])) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "miles-hpc: failed: nothing was started: preflight ended with -9 and said nothing"
+
+
+def test_the_end_of_a_log_is_found_behind_a_line_of_any_length(tmp_path):
+    path = tmp_path / "engine.log"
+    path.write_bytes(b"first\n" + b"progress\r" * 3_000_000 + b"\nlast\nbegun")
+    log = LogFile(path, "engine", "node-00000", None)
+    reads, opened = [], Path.open
+
+    class Counted:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def seek(self, *where):
+            return self.file.seek(*where)
+
+        def read(self, size):
+            reads.append(size)
+            return self.file.read(size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, mode: Counted(opened(self, mode)))
+        found = log.tail(2)
+    assert [found[0][:9], found[1], log.rest] == ["progress\r", "last", b"begun"]
+    assert sum(reads) < 4 * path.stat().st_size, "what was read is not read again and again"
 
 
 def test_a_run_directory_is_named_after_the_run_and_never_twice(tmp_path, monkeypatch):
