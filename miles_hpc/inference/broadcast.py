@@ -150,7 +150,7 @@ async def _broadcast(
             ),
             timeout_s,
         )
-        await all_engines(lambda engine: apis[engine.cell].begin_update())
+        await all_engines(lambda engine: _begin(apis[engine.cell]))
         for index, bucket in enumerate(sender.buckets):
             last = index == len(sender.buckets) - 1
 
@@ -184,6 +184,14 @@ async def _broadcast(
         leaving.add_done_callback(_ignore)
         if not done:
             log.warning("group %s is not left yet after %g s", group, _LEAVE_S)
+
+
+async def _begin(engine: EngineApi) -> None:
+    await engine.begin_update()
+    # A controller that came up meanwhile takes the window for lost, and continues what is paused. It ends the sessions
+    # that it finds; one that begins after that must send nothing into an engine that serves.
+    if await engine.ready():
+        raise EngineError(f"{engine.url} was continued before anything was sent to it: its window is lost")
 
 
 async def _together(ours: asyncio.Future[None], theirs: Awaitable[None], timeout_s: float) -> None:

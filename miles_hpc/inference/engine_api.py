@@ -101,6 +101,14 @@ class EngineApi:
             return error.status == 503
         return False
 
+    async def ready(self) -> bool:
+        """Whether `/ready` answers 200: it would serve a request now."""
+        try:
+            await self._call("GET", "/ready")
+        except EngineRefused:
+            return False
+        return True
+
     async def loads_stamp(self, *, timeout_s: float | None = None) -> float:
         """When the scheduler last said what it does (its wall clock); stands still while paused or stopped."""
         loads = (await self._json("GET", "/v1/loads", timeout_s=timeout_s)).get("loads")

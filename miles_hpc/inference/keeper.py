@@ -326,8 +326,7 @@ class EngineKeeper:
         api, published, version = EngineApi(engine.url, self._http), self.state.published, UNPUBLISHED
         try:
             await api.server_info(timeout_s=health.patience_s(self._stall_s))
-            with contextlib.suppress(EngineRefused):
-                await api.end_update()  # the window's owner may have left a session open
+            await self._end_session(api)
             if published is not None and published.path:
                 await load_from_disk(api, published.path, published.version, timeout_s=self._load_timeout_s)
                 version = published.version
@@ -336,11 +335,22 @@ class EngineKeeper:
                 # The old label would say of weights that may be half written that they are the published ones.
                 await api.update_weight_version(UNPUBLISHED)
             await api.resume()
+            if await self._end_session(api):
+                raise EngineError(f"{engine.url}: somebody still sends it weights")
         except (EngineError, asyncio.TimeoutError) as error:
             reason = f"did not continue after an aborted weight window: {error or 'no answer in time'}"
             self._apply(self.state.on_failed(engine, reason))
             return
         self._apply(self.state.on_resumed(engine, version))
+
+    async def _end_session(self, api: EngineApi) -> bool:
+        """End the session of updates that a window's owner may have left, or still uses: the engine takes nothing more
+        from it. Whether there was one."""
+        try:
+            await api.end_update()
+        except EngineRefused:
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------------------- routers
     def _sync_routers(self) -> None:

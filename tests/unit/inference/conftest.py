@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -27,6 +27,9 @@ class FakeEngine:
         self.fail: dict[str, tuple[int, Any]] = {}
         self.answers: list[Any] = []
         self.healthy = True
+        self.session = False
+        self.before: dict[str, Callable[[], None]] = {}
+        """What happens just before a path is answered."""
         self.openapi: list[str] | None = None
         self.keys: set[str | None] = set()
         self.moves = True
@@ -52,6 +55,7 @@ class FakeEngine:
     async def _on(self, request: web.Request) -> web.Response:
         path = request.path
         self.calls.append(path)
+        self.before.get(path, lambda: None)()
         self.keys.add(request.headers.get("Authorization"))
         body = await request.json() if request.can_read_body else {}
         self.bodies.append(body)
@@ -78,8 +82,12 @@ class FakeEngine:
             if not self.moves:
                 await asyncio.sleep(60)
             return web.json_response({})
-        if path.endswith("_weight_update") or path.endswith("_weights_update_group"):
+        if path.endswith("_weights_update_group"):
             return web.json_response({"success": True, "message": "Success"})
+        if path.endswith("_weight_update"):
+            begins = path.startswith("/begin")
+            fits, self.session = self.session != begins, begins
+            return web.json_response({"success": fits, "message": "a session"}, status=200 if fits else 400)
         if path == "/update_weights_from_distributed":
             self.label = body.get("weight_version", self.label)
             return web.json_response({"success": True, "message": "Success"})
