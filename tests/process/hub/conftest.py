@@ -16,10 +16,12 @@ import zmq
 import miles_hpc
 from miles_hpc.config.load import write_resolved
 from miles_hpc.config.schema import ClusterConfig, Config
+from miles_hpc.config.timing import Timing
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     AgentHello,
     ClientHello,
+    FullTable,
     Goodbye,
     Heartbeat,
     Message,
@@ -31,6 +33,7 @@ from miles_hpc.wire.messages import (
     WorkerExited,
     WorkerReady,
     WorkerStarted,
+    WorkerState,
 )
 from miles_hpc.wire.rendezvous import Rendezvous, wait_for_rendezvous
 from miles_hpc.wire.security import create_secrets, load_client
@@ -79,6 +82,8 @@ class Agent(Peer):
             "cpus": 2.0,
         }
         self.running: dict[str, StartWorker] = {}
+        self.hanging: dict[str, StartWorker] = {}
+        """Workers that do not end, whatever it does."""
         self.port = 30000 + 1000 * index
         super().__init__(hub, "agent", AgentHello(**{**values, **changes}))
 
@@ -93,12 +98,27 @@ class Agent(Peer):
             self.running[message.worker] = message
             self.send(WorkerStarted(worker=message.worker, generation=message.generation, pid=self.port))
             self.send(WorkerReady(worker=message.worker, generation=message.generation))
-        elif isinstance(message, StopWorker):
+        elif isinstance(message, StopWorker) and message.worker not in self.hanging:
             self.running.pop(message.worker, None)
             self.send(WorkerExited(worker=message.worker, generation=message.generation, signal=15, cause="stopped"))
         elif isinstance(message, Shutdown):
             self.running.clear()
             self.send(Goodbye(reason=message.reason))
+
+    def worker_hangs(self, worker: str) -> None:
+        """Its first process ends, and something that it has started cannot be killed."""
+        order = self.hanging[worker] = self.running.pop(worker)
+        self.send(WorkerExited(worker=worker, generation=order.generation, exit_code=1, gone=False))
+
+    def table(self) -> FullTable:
+        """All that it has, and what hangs."""
+        return FullTable(
+            workers=[
+                WorkerState(worker=name, generation=order.generation, state=state, pid=1, ports=order.ports)
+                for orders, state in ((self.running, "ready"), (self.hanging, "stopping"))
+                for name, order in orders.items()
+            ]
+        )
 
     def worker_dies(self, worker: str, **how: object) -> None:
         order = self.running.pop(worker)
@@ -108,9 +128,11 @@ class Agent(Peer):
 class HubUnderTest:
     """The hub's process in a run directory of its own."""
 
-    def __init__(self, run_dir: Path, nodes: int, parent: list[str] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, nodes: int, parent: list[str] | None = None, timing: Timing | None = None
+    ) -> None:
         self.run_dir = run_dir
-        write_resolved(Config(cluster=ClusterConfig(local_nodes=nodes)), run_dir)
+        write_resolved(Config(cluster=ClusterConfig(local_nodes=nodes), timing=timing or Timing()), run_dir)
         create_secrets(run_dir, 0)
         argv = [sys.executable, "-m", "miles_hpc.hub.run", "--run-dir", str(run_dir), "--attempt", "0"]
         argv += ["--address", "127.0.0.1"]

@@ -11,6 +11,7 @@ import urllib.request
 import psutil
 import pytest
 
+from miles_hpc.config.timing import Timing
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     AgentHello,
@@ -211,6 +212,38 @@ def test_a_silent_node_loses_its_stateless_cells_while_the_lease_is_renewed(star
     second.link.close()
     assert not first.of(Shutdown)
     assert not any(worker.startswith("driver") for worker in first.running), "it waits for the fence"
+
+
+def test_what_cannot_be_killed_costs_an_engine_its_node_and_a_driver_the_run(start_hub):
+    """The engine goes on elsewhere after its patience; the driver must not run twice, so the run drains."""
+    timing = Timing(
+        suspect=4.0, dead=6.0, failover_max=7.0, hub_stall=8.0, fence=13.5, stop_grace=1.0, replace_timeout=35.0
+    )
+    hub = start_hub(nodes=2, timing=timing)
+    first, second = hub.agent(0), hub.agent(1)
+    started(hub, first, second)
+    engine = next(worker for worker in second.running if worker.startswith("engine-policy"))
+    begun = time.monotonic()
+    second.worker_hangs(engine)
+    second.worker_hangs("driver-00000-00000")
+
+    def moved():
+        second.send(second.table())
+        return runs(first, engine, 2)
+
+    hub.pump(moved, "the engine on the other node", 50)
+    assert time.monotonic() - begun > timing.stop_grace + timing.fence
+    assert not any("driver-00000-00000" in agent.running for agent in (first, second))
+    hub.pump(lambda: second.of(Shutdown), "the verdict", 60)
+    summary = read(hub.run_dir / "summary.json")
+    assert (summary["outcome"], summary["exit_code"]) == ("drained", 75)
+    assert "driver-00000-00000 (pid " in summary["reason"] and "on node-00001 (h1) has not ended" in summary["reason"]
+    lines = (hub.run_dir / "logs/attempt-0/hub.jsonl").read_text().splitlines()
+    named = [event for event in map(json.loads, lines) if event["event"] == "worker_does_not_end"]
+    assert {(event["worker"], event["node"], event["host"]) for event in named} == {
+        (worker, "node-00001", "h1") for worker in (engine, "driver-00000-00000")
+    }
+    assert hub.end() == 0
 
 
 def test_of_two_claimants_of_an_epoch_one_is_the_hub(start_hub):
