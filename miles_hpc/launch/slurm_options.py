@@ -71,7 +71,9 @@ def sbatch_options(config: SlurmConfig, name: str) -> dict[str, Any]:
             found[option] = value
     if not config.cpus_per_node:
         found["exclusive"] = True
-    found["mem"] = config.memory or "0"
+    additional = {key.replace("_", "-").lstrip("-"): value for key, value in config.additional.items()}
+    if config.memory or not additional.keys() & {"mem-per-cpu", "mem-per-gpu"}:  # sbatch takes one of the three
+        found["mem"] = config.memory or "0"
     if config.signal_s:
         found["signal"] = f"USR2@{config.signal_s}"
     found |= {"requeue" if config.requeue else "no-requeue": True, "no-kill": True}

@@ -86,6 +86,12 @@ def test_additional_options_go_through_and_those_of_the_run_are_refused():
         slurm_options.sbatch_options(SlurmConfig(additional={"no_kill": False}), "n")
 
 
+@pytest.mark.parametrize("key", ["mem_per_cpu", "mem-per-gpu"])
+def test_memory_by_cpu_or_gpu_takes_the_place_of_that_of_a_node(key):
+    found = slurm_options.sbatch_options(SlurmConfig(additional={key: "4G"}), "n")
+    assert "mem" not in found and found[key.replace("_", "-")] == "4G"
+
+
 def test_a_pyxis_container_is_options_of_srun(tmp_path):
     box = ContainerConfig(
         kind="pyxis", image="/images/a b.sqsh", mounts=["/data:/data:ro"], arguments=["--container-writable"]
