@@ -1,7 +1,8 @@
 """The rules of a call, without I/O: what a client sends when, and what a server runs.
 
-Frames of a message: one of the structs below, as a msgpack array, then any number of raw buffers: those of its first
-call or answer, of its second, and so on. What is begun, or done, in one turn of a loop leaves as one message.
+Frames of a message: one of the structs of rpc_messages.py, as a msgpack array, then any number of raw buffers: those
+of its first call or answer, of its second, and so on. What is begun, or done, in one turn of a loop leaves as one
+message.
 
 - A client says Hello after each connect; the server answers with its incarnation. Calls go out only then.
 - (client, call) names a call. A repeated one is never run twice by a server: it is still running, or its answer is kept
@@ -17,13 +18,27 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import msgspec
 
 from miles_hpc.wire.codec import DECODE_FAILURES, Buffer
+from miles_hpc.wire.rpc_messages import (
+    RPC_PROTOCOL,
+    Answers,
+    Call,
+    Calls,
+    Failure,
+    Frames,
+    Hello,
+    HelloAnswer,
+    Result,
+    decode_to_client,
+    decode_to_server,
+    decode_value,
+    encode,
+)
 
-RPC_PROTOCOL = 2
 KEPT_ANSWERS = 256
 """Unacknowledged answers kept per client; older ones are given up and a repeat of their call is told so."""
 KEPT_CLIENTS = 1024
@@ -64,65 +79,15 @@ class RpcRemoteError(RpcError):
         self.traceback = traceback
 
 
-class _Header(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
-class Hello(_Header, frozen=True):
-    protocol: int
-    client: bytes
-
-
-class HelloAnswer(_Header, frozen=True):
-    protocol: int
-    incarnation: bytes
-
-
-class Call(msgspec.Struct, frozen=True, array_like=True):
-    """`params` as msgpack; `buffers` of the message's frames are its own."""
-
-    call: int
-    method: str
-    params: msgspec.Raw
-    buffers: int = 0
-
-
-class Calls(_Header, frozen=True):
-    client: bytes
-    oldest: int
-    calls: list[Call] = []
-    done: list[int] = []
-
-
-class Result(_Header, frozen=True):
-    """`value` as msgpack; `buffers` of the message's frames are its own."""
-
-    call: int
-    value: msgspec.Raw
-    buffers: int = 0
-
-
-class Failure(_Header, frozen=True):
-    call: int
-    type_name: str
-    text: str
-    traceback: str = ""
-
-
-class Answers(_Header, frozen=True):
-    answers: list[Result | Failure]
-
-
-Frames: TypeAlias = "list[Buffer]"
-
-encode = msgspec.msgpack.Encoder().encode
-decode_value: Callable[[Buffer], Any] = msgspec.msgpack.Decoder().decode
-decode_to_server: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Hello | Calls)
-decode_to_client: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(HelloAnswer | Answers)
+def _buffers(frames: Sequence[Buffer], first: int, count: int) -> list[memoryview]:
+    """Some buffers of a message. Raises IndexError when they are not all there."""
+    if first + count > len(frames):
+        raise IndexError(f"{len(frames) - 1} buffers came, {first + count - 1} were announced")
+    return [memoryview(frame) for frame in frames[first : first + count]]
 
 
 # ---------------------------------------------------------------------------------------------- client
-class Outcome(NamedTuple):
+class Outcome(msgspec.Struct, frozen=True):
     """How a call ended: `error`, or a value with its buffers."""
 
     value: Any
@@ -130,15 +95,14 @@ class Outcome(NamedTuple):
     error: RpcError | None
 
 
-class _Open:
-    __slots__ = ("buffers", "done", "header", "idempotent", "sent_to")
-
-    def __init__(self, header: Call, buffers: Frames, done: Callable[[Outcome], None], idempotent: bool) -> None:
-        self.header = header
-        self.buffers = buffers
-        self.done = done
-        self.idempotent = idempotent
-        self.sent_to = b""
+class _Open(msgspec.Struct):
+    method: str
+    header: msgspec.Raw
+    """The Call, encoded when it was begun: its parameters may change."""
+    buffers: Frames
+    done: Callable[[Outcome], None]
+    idempotent: bool
+    sent_to: bytes = b""
 
 
 class ClientCalls:
@@ -152,7 +116,7 @@ class ClientCalls:
     def __init__(self, client: bytes, send: Callable[[Frames], None]) -> None:
         self._client = client
         self._send = send
-        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._open: dict[int, _Open] = {}
         self._unsent: list[int] = []
         """Begun since the last `flush` of this connection."""
         self._done: list[int] = []
@@ -181,12 +145,12 @@ class ClientCalls:
         Raises:
             TypeError: when `params` are not made of msgpack types, or a buffer is none or has gaps.
         """
-        if not _are_buffers(buffers):
+        if buffers and not _are_buffers(buffers):
             raise TypeError(f"the frames of call {method!r} must be contiguous buffers")
         call = self._next
-        header = Call(call, method, msgspec.Raw(encode(params)), len(buffers))
+        header = msgspec.Raw(encode(Call(call, method, params, len(buffers))))
         self._next += 1
-        self._open[call] = _Open(header, buffers, done, idempotent)
+        self._open[call] = _Open(method, header, buffers, done, idempotent)
         if self._server:
             self._unsent.append(call)
         return call
@@ -202,19 +166,26 @@ class ClientCalls:
         unsent, self._unsent = self._unsent, []
         done, self._done = self._done, []
         oldest = next(iter(self._open), self._next)
-        done = [call for call in done if call > oldest]
-        for first in range(0, max(1, len(unsent)), MOST_IN_ONE):
-            headers: list[Call] = []
-            frames: Frames = [b""]
-            for call in unsent[first : first + MOST_IN_ONE]:
-                found = self._open.get(call)
-                if found is not None:
-                    found.sent_to = self._server
-                    headers.append(found.header)
-                    frames += found.buffers
-            frames[0] = encode(Calls(self._client, oldest, headers, done))
-            self._send(frames)
-            done = []
+        if done:
+            done = [] if max(done) < oldest else [call for call in done if call > oldest]
+        headers: list[msgspec.Raw] = []
+        frames: Frames = [b""]
+        for call in unsent:
+            found = self._open.get(call)
+            if found is None:
+                continue
+            if len(headers) == MOST_IN_ONE:
+                self._send_calls(frames, oldest, headers, done)
+                headers, frames, done = [], [b""], []
+            found.sent_to = self._server
+            headers.append(found.header)
+            if found.buffers:
+                frames += found.buffers
+        self._send_calls(frames, oldest, headers, done)
+
+    def _send_calls(self, frames: Frames, oldest: int, headers: list[Any], done: list[int]) -> None:
+        frames[0] = encode(Calls(self._client, oldest, headers, done))
+        self._send(frames)
 
     def on_up(self) -> None:
         """A connection was made."""
@@ -232,29 +203,30 @@ class ClientCalls:
             one of codec.DECODE_FAILURES or IndexError: when it is none of ours.
         """
         message = decode_to_client.decode(frames[0])
-        if isinstance(message, HelloAnswer):
+        if type(message) is HelloAnswer:
             self._on_hello_answer(message)
             return
-        next_buffer, large = 1, False
+        next_buffer = 1
         for answer in message.answers:
             buffers: list[memoryview] = []
-            if isinstance(answer, Result):
-                for _ in range(answer.buffers):
-                    buffers.append(memoryview(frames[next_buffer]))
-                    next_buffer += 1
-                large = large or len(memoryview(answer.value)) + sum(each.nbytes for each in buffers) >= LARGE_ANSWER
+            if isinstance(answer, Result) and answer.buffers:
+                buffers = _buffers(frames, next_buffer, answer.buffers)
+                next_buffer += answer.buffers
             # Acknowledged also when the caller has given up, so that the server can forget it.
             self._done.append(answer.call)
             found = self._open.pop(answer.call, None)
             if found is not None:
-                found.done(_outcome(found.header.method, answer, buffers))
+                found.done(_outcome(found.method, answer, buffers))
+        large = len(frames[0]) >= LARGE_ANSWER or (
+            next_buffer > 1 and sum(memoryview(frame).nbytes for frame in frames) >= LARGE_ANSWER
+        )
         if large or len(self._done) >= ACKNOWLEDGE_FROM:
             self.flush(acknowledge=True)
 
     def fail_all(self, error: RpcError) -> None:
         """Give every open call this outcome."""
         while self._open:
-            self._open.popitem(last=False)[1].done(Outcome(None, [], error))
+            self._open.pop(next(iter(self._open))).done(Outcome(None, [], error))
 
     def _on_hello_answer(self, message: HelloAnswer) -> None:
         if message.protocol != RPC_PROTOCOL:
@@ -266,14 +238,14 @@ class ClientCalls:
         for call, found in list(self._open.items()):
             if found.sent_to not in (b"", self._server) and not found.idempotent:
                 del self._open[call]
-                error = RpcUnknownOutcome(f"the server of call {found.header.method!r} was replaced before it answered")
+                error = RpcUnknownOutcome(f"the server of call {found.method!r} was replaced before it answered")
                 found.done(Outcome(None, [], error))
         self._unsent = list(self._open)
         self.flush()
 
 
 def _outcome(method: str, answer: Result | Failure, buffers: list[memoryview]) -> Outcome:
-    if isinstance(answer, Failure):
+    if not isinstance(answer, Result):
         return Outcome(None, [], RpcRemoteError(answer.type_name, answer.text, answer.traceback))
     try:
         return Outcome(decode_value(answer.value), buffers, None)
@@ -282,17 +254,17 @@ def _outcome(method: str, answer: Result | Failure, buffers: list[memoryview]) -
 
 
 # ---------------------------------------------------------------------------------------------- server
-class Request(NamedTuple):
+class Request(msgspec.Struct, frozen=True):
     """A call to run."""
 
-    client: bytes
+    client: _Client
     call: int
     method: str
     params: Any
     frames: list[memoryview]
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, frozen=True):
     """What a call gave, with its buffers."""
 
     header: Result | Failure
@@ -300,11 +272,13 @@ class Answer(NamedTuple):
 
 
 class _Client:
+    __slots__ = ("answers", "given_up", "oldest", "route", "running", "unsent")
+
     def __init__(self) -> None:
         self.route = b""
         self.oldest = 0
         self.running: set[int] = set()
-        self.answers: OrderedDict[int, Answer] = OrderedDict()
+        self.answers: dict[int, Answer] = {}
         self.given_up: set[int] = set()
         self.unsent: list[Answer] = []
 
@@ -335,55 +309,65 @@ class ServerCalls:
             one of codec.DECODE_FAILURES or IndexError: when it is none of ours.
         """
         message = decode_to_server.decode(frames[0])
-        if isinstance(message, Hello):
+        if type(message) is Hello:
             self._client(message.client).route = route
             self._send(route, [encode(HelloAnswer(RPC_PROTOCOL, self._incarnation))])
             return []
         client = self._client(message.client)
         client.route = route
-        self._forget(client, message.oldest, message.done)
+        if message.done or message.oldest > client.oldest:
+            self._forget(client, message.oldest, message.done)
         requests: list[Request] = []
         next_buffer = 1
         for call in message.calls:
-            following = next_buffer + call.buffers
-            if following > len(frames):
-                raise IndexError(f"{len(frames) - 1} buffers came, call {call.method!r} needs {following - 1}")
-            buffers = [memoryview(frame) for frame in frames[next_buffer:following]]
-            next_buffer = following
-            request = self._on_call(client, message.client, call, buffers)
+            buffers: list[memoryview] = []
+            if call.buffers:
+                buffers = _buffers(frames, next_buffer, call.buffers)
+                next_buffer += call.buffers
+            request = self._on_call(client, call, buffers)
             if request is not None:
                 requests.append(request)
         return requests
 
     def on_done(self, request: Request, answer: Answer) -> None:
         """A call has ended; `answer` of `result` or `failure` is kept, and sent by the next `flush`."""
-        client = self._client(request.client)
+        client = request.client
         client.running.discard(request.call)
         self._answer(client, answer)
         if request.call < client.oldest:
             return
         client.answers[request.call] = answer
         while len(client.answers) > KEPT_ANSWERS:
-            client.given_up.add(client.answers.popitem(last=False)[0])
+            oldest = next(iter(client.answers))
+            del client.answers[oldest]
+            client.given_up.add(oldest)
 
     def flush(self) -> None:
         """Send the answers that are ready."""
         clients, self._with_unsent = self._with_unsent, []
         for client in clients:
             unsent, client.unsent = client.unsent, []
-            for first in range(0, len(unsent), MOST_IN_ONE):
-                part = unsent[first : first + MOST_IN_ONE]
-                frames: Frames = [encode(Answers([answer.header for answer in part]))]
-                for answer in part:
+            headers: list[Result | Failure] = []
+            frames: Frames = [b""]
+            for answer in unsent:
+                if len(headers) == MOST_IN_ONE:
+                    self._send_answers(client, frames, headers)
+                    headers, frames = [], [b""]
+                headers.append(answer.header)
+                if answer.buffers:
                     frames += answer.buffers
-                self._send(client.route, frames)
+            self._send_answers(client, frames, headers)
+
+    def _send_answers(self, client: _Client, frames: Frames, headers: list[Result | Failure]) -> None:
+        frames[0] = encode(Answers(headers))
+        self._send(client.route, frames)
 
     def _answer(self, client: _Client, answer: Answer) -> None:
         if not client.unsent:
             self._with_unsent.append(client)
         client.unsent.append(answer)
 
-    def _on_call(self, client: _Client, name: bytes, message: Call, buffers: list[memoryview]) -> Request | None:
+    def _on_call(self, client: _Client, message: Call, buffers: list[memoryview]) -> Request | None:
         call = message.call
         if call < client.oldest or call in client.running:
             return None
@@ -401,7 +385,7 @@ class ServerCalls:
             self._answer(client, Answer(Failure(call, "DecodeError", text), []))
             return None
         client.running.add(call)
-        return Request(name, call, message.method, params, buffers)
+        return Request(client, call, message.method, params, buffers)
 
     def _client(self, name: bytes) -> _Client:
         client = self._clients.get(name)
@@ -417,14 +401,14 @@ class ServerCalls:
 
     @staticmethod
     def _forget(client: _Client, oldest: int, done: list[int]) -> None:
+        answers = client.answers
         for call in done:
-            client.answers.pop(call, None)
+            answers.pop(call, None)
             client.given_up.discard(call)
-        if oldest <= client.oldest:
-            return
-        client.oldest = oldest
-        for call in [call for call in client.answers if call < oldest]:
-            del client.answers[call]
+        client.oldest = max(oldest, client.oldest)
+        for call in list(answers):
+            if call < oldest:
+                del answers[call]
         if client.given_up:
             client.given_up = {call for call in client.given_up if call >= oldest}
 

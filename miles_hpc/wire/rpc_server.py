@@ -8,8 +8,6 @@ import errno
 import inspect
 import logging
 import secrets
-import select
-import socket as os_socket
 import threading
 import time
 import traceback
@@ -22,10 +20,11 @@ import zmq
 
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.codec import DECODE_FAILURES
-from miles_hpc.wire.rpc_client import descriptor_of, receive_frames, send_frames
-from miles_hpc.wire.rpc_protocol import Answer, Frames, Request, ServerCalls, failure, result
+from miles_hpc.wire.rpc_link import NOBLOCK, NOBLOCK_MORE, descriptor_of, has_message, receive_frames, send_frames
+from miles_hpc.wire.rpc_messages import Frames
+from miles_hpc.wire.rpc_protocol import Answer, Request, ServerCalls, failure, result
 from miles_hpc.wire.security import DATA, Role, authenticator, load_keys, role_keys
-from miles_hpc.wire.socket_options import Context, Socket, bind, prepare, prepare_server
+from miles_hpc.wire.socket_options import Context, Socket, bind, milliseconds, prepare, prepare_server
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +33,9 @@ Handler: TypeAlias = Callable[[Any, "list[memoryview]"], Awaitable[Any]]
 PlainHandler: TypeAlias = Callable[[Any, "list[memoryview]"], Any]
 """The same as a plain function."""
 
+_WAKE = b""
+_LOOK_UP_S = 1.0
+"""How often a thread that waits for a message looks up from it."""
 _TURN = 100
 """Messages that are taken in one turn."""
 _STAND_IN_S = 0.05
@@ -50,9 +52,11 @@ class RpcListener:
     def __init__(
         self, listen: HostAndPort, run_dir: Path, attempt: int, roles: tuple[Role, ...], context: Context | None
     ) -> None:
-        context = context or zmq.Context.instance()
+        self._context = context = context or zmq.Context.instance()
         incarnation = secrets.token_bytes(16)
         self._domain = f"rpc-{incarnation.hex()}"
+        self._closed = False
+        self._wake_address = f"inproc://{self._domain}"
         self._zap = authenticator(context)
         self._zap.allow(self._domain, role_keys(run_dir, attempt, roles))
         keys = load_keys(run_dir, attempt, DATA)
@@ -66,24 +70,44 @@ class RpcListener:
             self.socket.set(zmq.BACKLOG, 1024)
             # Queued answers are bounded by the calls that clients have open.
             self.socket.sndhwm = self.socket.rcvhwm = 0
+            self.socket.rcvtimeo = milliseconds(_LOOK_UP_S)
             self.address = bind(self.socket, listen)
+            self.socket.bind(self._wake_address)
         except BaseException:
             self.close()
             raise
 
-    def pump(self, limit: int = _TURN) -> tuple[list[Request], bool]:
-        """Calls that must be run now, of `limit` messages at most, and whether more messages may wait."""
+    def pump(self) -> tuple[list[Request], bool]:
+        """Calls that must be run now, of those messages that have come, and whether more messages may wait."""
         requests: list[Request] = []
-        for _ in range(limit):
-            try:
-                route, *frames = receive_frames(self.socket)
-            except zmq.Again:
+        for _ in range(_TURN):
+            if not has_message(self.socket):
                 return requests, False
-            try:
-                requests += self._calls.on_frames(route.bytes, [frame.buffer for frame in frames])
-            except (*DECODE_FAILURES, IndexError) as trouble:
-                log.warning("an RPC message to %s was dropped: %s", self.address.netloc, trouble)
+            requests += self.wait()
         return requests, True
+
+    def wait(self) -> list[Request]:
+        """Wait for the next message, or `wake`; returns the calls that must be run now."""
+        while True:
+            try:
+                route = self.socket.recv()
+                break
+            except zmq.Again:
+                pass  # a signal that came just before the wait has interrupted nothing: its handler runs now
+        frames = receive_frames(self.socket)
+        if frames[0] == _WAKE:
+            return []
+        try:
+            return self._calls.on_frames(route, frames)
+        except (*DECODE_FAILURES, IndexError) as trouble:
+            log.warning("an RPC message to %s was dropped: %s", self.address.netloc, trouble)
+            return []
+
+    def wake(self) -> None:
+        """End a `wait` of another thread, or of the code that a signal has interrupted."""
+        with self._context.socket(zmq.DEALER) as waker, contextlib.suppress(zmq.ZMQError):
+            waker.connect(self._wake_address)
+            waker.send(_WAKE, NOBLOCK)
 
     def answer(self, request: Request, answer: Answer) -> None:
         """Keep the answer of a call, to be sent by the next `flush`."""
@@ -91,16 +115,19 @@ class RpcListener:
 
     def flush(self) -> None:
         """Send the answers that are ready, all of one client at once."""
-        self._calls.flush()
+        if not self._closed:
+            self._calls.flush()
 
     def close(self) -> None:
         """Close the socket."""
+        self._closed = True
         self._zap.forbid(self._domain)
         self.socket.close(linger=0)
 
     def _send(self, route: bytes, frames: Frames) -> None:
         try:
-            send_frames(self.socket, [route, *frames])
+            self.socket.send(route, NOBLOCK_MORE)
+            send_frames(self.socket, frames)
         except zmq.ZMQError as trouble:
             # The client is gone; it asks again after its reconnect, and the answer is kept until then.
             if trouble.errno not in (zmq.EHOSTUNREACH, errno.EAGAIN):
@@ -171,8 +198,7 @@ class RpcServer:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            if not self._listener.socket.closed:
-                self._listener.flush()  # what has just been answered; it may still arrive before the connection ends
+            self._listener.flush()  # what has just been answered; it may still arrive before the connection ends
             self._listener.close()
 
     def close(self) -> None:
@@ -199,8 +225,8 @@ class RpcServer:
             task = asyncio.get_running_loop().create_task(self._run(request), name=request.method)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if more:
-            self._turn_soon()
+        if requests or more:
+            self._turn_soon()  # after the first steps of these tasks, hence with the answers of those that do not wait
 
     async def _run(self, request: Request) -> None:
         handler = self._methods.get(request.method)
@@ -246,15 +272,13 @@ class RpcThreadServer:
         self._requests: deque[Request] = deque()
         self._listener = RpcListener(listen, run_dir, attempt, roles, context)
         self._lock = threading.Lock()
-        """Of the socket and of what follows."""
+        """Of the socket; the serving thread has it also while it waits there."""
         self._away_since: float | None = time.monotonic()
         """When the serving thread turned from the socket to something else; None while it waits at the socket."""
-        self._standing_by = True
         self._called_at = 0.0
+        self._standing_by = True
         self._stopping = self._closed = False
         self._needed = threading.Event()
-        self._wake_in, self._wake_out = os_socket.socketpair()
-        self._wake_in.setblocking(False)
         self._stand_in = threading.Thread(target=self._look_after_socket, name="rpc-socket", daemon=True)
         self._stand_in.start()
 
@@ -271,65 +295,53 @@ class RpcThreadServer:
 
     def serve_forever(self) -> None:
         """Run calls in this thread until `stop`."""
-        news = select.poll()
-        for descriptor in (descriptor_of(self._listener.socket), self._wake_out.fileno()):
-            news.register(descriptor, select.POLLIN)
         flushed_at = 0.0
         while not self._stopping:
-            with self._lock:
-                request = self._next()
-            if request is None:
-                news.poll()
+            if not self._requests:
+                with self._lock:
+                    self._wait()
                 continue
+            request = self._requests.popleft()
             answer = self._run(request)
             with self._lock:
                 self._listener.answer(request, answer)
                 # Of many short calls the answers leave together; should the next be long, the other thread sends this.
-                if not self._requests or time.monotonic() - flushed_at >= _TOGETHER_S:
+                now = time.monotonic()
+                if not self._requests or now - flushed_at >= _TOGETHER_S:
                     self._listener.flush()
-                    flushed_at = time.monotonic()
+                    flushed_at = now
         with self._lock:
             self._listener.flush()
-            self._leave_socket()
 
     def stop(self) -> None:
         """End `serve_forever` after the running call; calls that wait are not run. From any thread, or a handler."""
         self._stopping = True
-        with contextlib.suppress(OSError):  # it is closed, or full, which wakes as well
-            self._wake_in.send(b"\0")
+        if not self._closed:
+            self._listener.wake()
 
     def close(self) -> None:
         """Release the address."""
         if self._closed:
             return
-        self._closed = True
         self.stop()
+        self._closed = True
         self._needed.set()
         self._stand_in.join()
         with self._lock:
             self._listener.close()
-        self._wake_in.close()
-        self._wake_out.close()
 
-    def _next(self) -> Request | None:
-        """A call to run. None: there is none, and from now on the caller waits at the socket."""
-        if not self._requests:
-            more = True
-            while more and not self._requests:
-                # Not more than is run at once: to find that there is nothing costs as much as a message.
-                requests, more = self._listener.pump(1)
-                self._requests.extend(requests)
-            if not self._requests:
-                self._away_since = None
-                return None
-            self._leave_socket()
-        return self._requests.popleft()
-
-    def _leave_socket(self) -> None:
-        self._away_since = self._called_at = time.monotonic()
-        if not self._standing_by:
-            self._standing_by = True
-            self._needed.set()
+    def _wait(self) -> None:
+        """Wait at the socket for a message, unless the other thread has just taken what there was to wait for."""
+        if self._requests or self._stopping:
+            return
+        self._away_since = None
+        try:
+            self._requests.extend(self._listener.wait())
+        finally:
+            self._away_since = self._called_at = time.monotonic()
+            if not self._standing_by:
+                self._standing_by = True
+                self._needed.set()
 
     def _run(self, request: Request) -> Answer:
         handler = self._methods.get(request.method)
@@ -345,11 +357,15 @@ class RpcThreadServer:
         """The other thread: between short calls it only sleeps, so that they cost nothing more."""
         while not self._closed:
             self._needed.wait(_STAND_IN_S if self._standing_by else None)
-            with self._lock:
-                self._needed.clear()
-                now = time.monotonic()
-                if self._away_since is None:
-                    self._standing_by = now - self._called_at < _STAND_BY_S
-                elif now - self._away_since >= _STAND_IN_S and not self._closed:
+            self._needed.clear()
+            now, away_since = time.monotonic(), self._away_since
+            if away_since is None:
+                self._standing_by = now - self._called_at < _STAND_BY_S
+                # A call that came this moment may have found it True.
+                self._standing_by |= self._away_since is not None
+            elif now - away_since >= _STAND_IN_S and self._lock.acquire(blocking=False):
+                try:
                     self._requests.extend(self._listener.pump()[0])
                     self._listener.flush()
+                finally:
+                    self._lock.release()

@@ -72,6 +72,20 @@ THREAD_SERVER = """
 """
 
 
+STOPPING_SERVER = """
+    import signal, sys
+    from pathlib import Path
+    from miles_hpc.wire.address import HostAndPort
+    from miles_hpc.wire.rpc import RpcThreadServer
+
+    with RpcThreadServer(HostAndPort("127.0.0.1", 0), {"add": lambda p, f: p + 1}, Path(sys.argv[1]), 1) as server:
+        signal.signal(signal.SIGTERM, lambda *_: server.stop())
+        print(server.address.port)
+        server.serve_forever()
+    print("left")
+"""
+
+
 class Where:
     """An address that a test moves, as the address book moves a restarted cell."""
 
@@ -181,3 +195,12 @@ def test_a_thread_server_ends_at_once_on_sigterm(start, run_dir):
         assert client.call("add", 1, timeout_s=60) == 2
     server.process.terminate()
     assert server.process.wait(20) == -signal.SIGTERM
+
+
+def test_a_thread_server_that_waits_is_stopped_from_the_handler_of_a_signal(start, run_dir):
+    server = start(STOPPING_SERVER, run_dir)
+    with SyncRpcClient(HostAndPort("127.0.0.1", int(server.line())), run_dir, 1) as client:
+        assert client.call("add", 1, timeout_s=60) == 2
+    server.process.terminate()
+    assert server.line() == "left"
+    assert server.process.wait(20) == 0

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
+from miles_hpc.wire import rpc_server
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.rpc import (
     RpcClient,
@@ -20,7 +21,7 @@ from miles_hpc.wire.rpc import (
     RpcUnreachable,
     SyncRpcClient,
 )
-from miles_hpc.wire.rpc_protocol import decode_to_client
+from miles_hpc.wire.rpc_messages import decode_to_client
 from miles_hpc.wire.security import SecurityError, create_secrets
 
 pytestmark = pytest.mark.unit
@@ -434,7 +435,10 @@ def test_a_sync_client_may_be_shared_by_threads(run_dir):
     assert found == {n: 2 * n for n in range(16)}
 
 
-def test_a_thread_server_is_reachable_while_it_computes(run_dir):
+@pytest.mark.parametrize("idle", [False, True], ids=["just started", "after an idle time"])
+def test_a_thread_server_is_reachable_while_it_computes(run_dir, monkeypatch, idle):
+    if idle:
+        monkeypatch.setattr(rpc_server, "_STAND_BY_S", 0.0)
     started, gate = threading.Event(), threading.Event()
 
     def compute(params, frames):
@@ -442,6 +446,8 @@ def test_a_thread_server_is_reachable_while_it_computes(run_dir):
         return gate.wait(60)
 
     with thread_serving(run_dir, {"compute": compute}) as server:
+        while idle and server._standing_by:
+            time.sleep(0.01)
 
         async def body():
             async with RpcClient(server.address, run_dir, 1) as first, RpcClient(server.address, run_dir, 1) as second:
@@ -454,6 +460,30 @@ def test_a_thread_server_is_reachable_while_it_computes(run_dir):
                 assert await call is True
 
         run(body)
+
+
+def test_calls_of_several_clients_around_the_time_when_another_thread_takes_the_socket_are_all_answered(run_dir):
+    """A serving thread that comes back must see what the other one has taken, instead of waiting for more."""
+
+    def work(params, frames):
+        time.sleep(rpc_server._STAND_IN_S + params / 1000)
+        return params
+
+    def calls(address, shares, answers):
+        with SyncRpcClient(address, run_dir, 1) as client:
+            answers += [client.call("work", share, timeout_s=50) for share in shares]
+
+    with thread_serving(run_dir, {"work": work}) as server:
+        wanted = [[n * third for n in range(8)] for third in (0, 1, 2)]
+        found = [[] for _ in wanted]
+        threads = [
+            threading.Thread(target=calls, args=(server.address, *each)) for each in zip(wanted, found, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == wanted
 
 
 def test_a_handler_may_stop_its_own_server(run_dir):
