@@ -37,7 +37,7 @@ class LogFiles:
 
     Args:
         local: directory on this machine for what cannot, or must not, go to the run directory at once.
-        always: all logs go there first.
+        always: all logs go there first that have no spare name.
         home: the node's log directory in the run directory.
     """
 
@@ -61,12 +61,12 @@ class LogFiles:
 
         Args:
             spare: its name while the run directory stalls, for one that others have written to: what begins here
-                comes home as a file of its own, and would come over theirs.
+                comes home as a file of its own, and would come over theirs. So this one goes home at once otherwise.
 
         Raises:
             OSError: when it can be written nowhere.
         """
-        descriptor, path = self._open(name, spare or name)
+        descriptor, path = self._open(name, spare)
         try:
             yield descriptor, path
         finally:
@@ -74,11 +74,11 @@ class LogFiles:
 
     def _open(self, name: str, spare: str) -> tuple[int, Path]:
         target = self._home / name
-        if not self._always:
+        if spare or not self._always:
             try:
                 descriptor = self._patience.do(lambda: _open(target), os.close)
             except Stalled:
-                target = self._home / spare
+                target = self._home / (spare or name)
             else:
                 self._far.watch(target)
                 return descriptor, target

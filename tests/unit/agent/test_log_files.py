@@ -135,6 +135,16 @@ def test_a_hub_that_is_started_again_during_a_stall_leaves_its_predecessor_s_log
     assert [path.read_text() for path in home.glob("hub.*.log")] == ["the second's"]
 
 
+def test_the_hub_of_the_next_agent_adds_to_its_predecessor_s_log_with_a_local_directory_too(tmp_path):
+    options = Options(run_dir=tmp_path, attempt=0, node_index=0, address="127.0.0.1", run_id="r", incarnation="i")
+    for words in (b"the first hub's last words\n", b"the second's"):
+        files = LogFiles(tmp_path / "here", tmp_path / "home", always=True)
+        supervisor = SimpleNamespace(spawn=lambda name, generation, argv, env, log, words=words: os.write(log, words))
+        HubProcess(options, files, supervisor).start()
+        files.close()
+    assert (tmp_path / "home" / "hub.log").read_text() == "the first hub's last words\nthe second's"
+
+
 def test_what_a_killed_agent_has_left_here_comes_home(tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "old.log").write_text("last words")
