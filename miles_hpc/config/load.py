@@ -85,14 +85,24 @@ def load_with_origins(files: Sequence[str | Path], sets: Sequence[str] = ()) -> 
 
 
 def write_resolved(config: Config, run_dir: str | Path) -> Path:
-    """Write the whole config, defaults included, to `config.resolved.toml`; replaced as one file."""
-    target = Path(run_dir) / RESOLVED
-    temporary = target.with_name(f".{RESOLVED}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
+    """Write the whole config, defaults included, to `config.resolved.toml`, as `write_toml` does."""
+    return write_toml(config, Path(run_dir) / RESOLVED)
+
+
+def write_toml(config: Config, target: Path) -> Path:
+    """Write the whole config, defaults included; replaced as one file.
+
+    The environment of a runtime may hold a key, whatever the mode of the user's own run file: with one, the file is
+    for this user alone.
+    """
+    mode = 0o600 if any(runtime.env for runtime in config.runtimes.values()) else 0o666
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)  # of a process that had this number before
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(to_toml(config))
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(target)
+    draft.replace(target)
     return target
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from miles_hpc.config.errors import ConfigError
-from miles_hpc.config.load import to_toml
+from miles_hpc.config.load import write_toml
 from miles_hpc.config.schema import Config
 from miles_hpc.launch import slurm_commands, slurm_options
 from miles_hpc.launch.slurm_commands import SlurmError, scrubbed
@@ -168,9 +168,7 @@ def submit_run(config: Config, run_dir: Path, *, resume: bool = False) -> str:
         OSError: when the run directory cannot be written.
     """
     (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
-    draft = run_dir / f".{SUBMITTED}.{os.getpid()}"
-    draft.write_text(to_toml(config), encoding="utf-8")
-    draft.replace(run_dir / SUBMITTED)
+    write_toml(config, run_dir / SUBMITTED)
     with scrubbed_environ():
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 

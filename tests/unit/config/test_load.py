@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -227,3 +228,15 @@ def test_models_have_names_once_and_their_paths_are_seen_from_the_file(tmp_path)
     )
     judge = load([file]).models["judge"]
     assert (judge.path, judge.external["a"].key_file) == (str(tmp_path / "j"), str(tmp_path / "k"))
+
+
+@pytest.mark.parametrize(("sets", "others_read"), [(["runtimes.trainer.env.TOKEN=s3cret"], False), ([], True)])
+def test_a_config_with_an_environment_that_may_hold_keys_is_for_its_user_alone(tmp_path, sets, others_read):
+    before = os.umask(0o022)
+    try:
+        path = write_resolved(load(["smoke"], sets), tmp_path)
+    finally:
+        os.umask(before)
+    assert bool(path.stat().st_mode & 0o044) is others_read
+    assert list(tmp_path.iterdir()) == [path]
+    assert read_resolved(tmp_path) == load(["smoke"], sets)
