@@ -6,7 +6,9 @@ import pytest
 from miles_hpc.config.schema import HealConfig
 from miles_hpc.hub import drain
 from miles_hpc.hub.actions import Send, Tick
-from miles_hpc.hub.core import Phase
+from miles_hpc.hub.core import FENCE_SLACK_S, Phase
+from miles_hpc.hub.healing import may_start
+from miles_hpc.hub.lifecycle import PLACED_LATER_S
 from miles_hpc.hub.placement import Fleet, NodeSlots
 from miles_hpc.hub.site import SiteSeen
 from miles_hpc.specs.base import SchedulingSpec
@@ -106,6 +108,39 @@ def test_the_least_occupied_node_is_judged_by_share_and_not_by_number():
     unused = NodeSlots("unused", cpus=1.0, gpus=0, free_gpus=frozenset())
     assert unused.cpus_used == 0
     assert Fleet([large, unused], {}).place("c", "p", SchedulingSpec()) == [("unused", ())]
+
+
+def test_a_worker_that_was_placed_just_now_counts_as_one_that_was_there_before():
+    nodes = [NodeSlots(name, cpus=4.0, gpus=0, free_gpus=frozenset()) for name in ("a", "b")]
+    fleet, need, found = Fleet(nodes, {"p": {"b": 1}}), SchedulingSpec(num_cpus_per_worker=0), []
+    for _ in range(4):
+        places = fleet.place("c", "p", need)
+        fleet.take("p", need, places)
+        found.append(places[0][0])
+    assert found == ["a", "a", "b", "a"]
+
+
+def test_a_stray_on_a_dead_node_may_still_run_until_just_after_the_fence(fleet, pool):
+    f = fleet(pool("driver", state="stateful"), nodes=2)
+    cell, node = f.cell("driver-00000"), f.core.nodes["node-00001"]
+    node.strays |= dict.fromkeys(("driver-00000-00000", "other-00000-00000"), Generation(1, 0))
+    node.condition = "dead"
+    f.core.now = node.last_heard + f.timing.fence + FENCE_SLACK_S
+    assert not may_start(f.core, cell)
+    f.core.now += 0.1
+    assert may_start(f.core, cell)
+    node.condition = "suspect"
+    assert not may_start(f.core, cell)
+
+
+def test_a_cell_that_fits_nowhere_for_long_is_looked_at_once_a_second(fleet, pool):
+    f = fleet(pool("engine", num_cells=2, num_gpus_per_worker=1), nodes=2, gpus=1)
+    (lost,) = [cell for cell in f.core.pools["engine"] if cell.workers[0].node == "node-00001"]
+    f.agents[1].silent = True
+    f.pass_time(f.timing.dead + PLACED_LATER_S - 1)
+    assert lost.phase is Phase.WAITING and lost.retry_at <= f.now
+    f.pass_time(5)
+    assert f.now < lost.retry_at <= f.now + 1.0
 
 
 def test_of_two_generations_of_a_cell_a_new_hub_adopts_the_newer_one(fleet, pool):
