@@ -12,7 +12,8 @@ _LAST: Final = 12
 """Lines from the end in which the error must stand when the program was killed: it may have lived on after an older.
 SGLang's scheduler writes its error and kills the program."""
 _ERROR = re.compile(
-    r"^(?:\[[^\]]*\]\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Died)(?::.*|\s*$)|error: .*)"
+    r"^(?:\[[^\]]*\]\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Died)(?::.*|\s*$)"
+    r"|error: .*|ERROR:\s.*)"
 )
 _KNOWN: Final = (
     (
@@ -36,7 +37,11 @@ _KNOWN: Final = (
         "a file of the model is missing or broken",
     ),
     (r"size mismatch|shape mismatch|The size of tensor", "the weights do not fit the model's config.json"),
-    (r"EADDRINUSE|[Aa]ddress already in use|\[Errno 98\]|os error 98", "another program has one of its ports"),
+    (
+        r"EADDRINUSE|[Aa]ddress already in use|\[Errno 98\]|os error 98|[Pp]ort \d* ?is (?:already )?in use"
+        r"|_port at \d+ is not available",
+        "another program has one of its ports",
+    ),
     (r"ModuleNotFoundError|ImportError|No module named", "a package is missing in its runtime"),
     (r"unrecognized arguments|error: argument", "it does not know one of its arguments: look at inference.sglang"),
 )

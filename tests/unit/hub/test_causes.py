@@ -23,6 +23,8 @@ LOADS = {
     "RuntimeError: No CUDA GPUs are available": "CUDA is missing",
     "AssertionError: Torch not compiled with CUDA enabled": "CUDA is missing",
     "OSError: [Errno 98] error while attempting to bind on address ('127.0.0.1', 3): address already in use": "ports",
+    "ValueError: nccl_port at 21003 is not available in 30 seconds. nccl_port is used by a process already.": "ports",
+    "ValueError: scheduler_input_port at 21001 is not available in 60 seconds. scheduler_input_port at 21001": "ports",
     "ModuleNotFoundError: No module named 'sglang'": "package is missing",
     "RuntimeError: The size of tensor a (4) must match the size of tensor b (8)": "do not fit the model's config",
 }
@@ -40,6 +42,15 @@ def test_an_error_in_the_last_line_and_one_with_advice_behind_it():
     assert last_words(f"{TRACE}ValueError: no{advice}", killed=False) == "; its last error: ValueError: no"
     usage = "usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --no-such\n"
     assert "look at inference.sglang" in last_words(usage, killed=False)
+
+
+def test_the_server_that_finds_its_port_taken_says_so_before_it_has_shut_down():
+    taken = (
+        "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 30000): address already in use"
+    )
+    farewell = "[2026-11-30 23:00:52] INFO:     Waiting for application shutdown.\n"
+    said = last_words(f"[2026-11-30 23:00:52] {taken}\n{farewell}", killed=False)
+    assert said == f"; its last error: {taken}; likely cause: another program has one of its ports"
 
 
 def test_a_program_that_gave_up_without_an_error_is_quoted_and_a_killed_one_is_not():
