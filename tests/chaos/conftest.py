@@ -26,7 +26,9 @@ PACE_KEY = "inference.fake_token_ms"
 PACE = f"{PACE_KEY}=60"
 
 
-def wait_for(condition: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S) -> T:
+def wait_for(
+    condition: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S, *, pause_s: float = 0.05
+) -> T:
     """Poll the outside world until it says something other than None or False."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -34,7 +36,7 @@ def wait_for(condition: Callable[[], T | None], what: str, timeout_s: float = PA
         if found is not None and found is not False:
             return found
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.05)
+        time.sleep(pause_s)
 
 
 class WholeRun:
@@ -158,8 +160,11 @@ class WholeRun:
     def ledger(self) -> list[tuple[Any, ...]]:
         """What two equal runs have in common, in order."""
         keys = ("step", "group", "prompt_index", "epoch", "samples", "digest")
-        lines = [json.loads(line) for line in (self.run_dir / "ledger.jsonl").read_text().splitlines()]
-        return sorted(tuple(line[key] for key in keys) for line in lines)
+        return sorted(tuple(line[key] for key in keys) for line in self.ledger_lines())
+
+    def ledger_lines(self) -> list[dict[str, Any]]:
+        """Everything that the ledger says."""
+        return [json.loads(line) for line in (self.run_dir / "ledger.jsonl").read_text().splitlines()]
 
     def left(self) -> list[str]:
         """Living processes that carry the run's marker."""
