@@ -73,6 +73,7 @@ def table(samples, deadline_s, say):
 
 
 def in_process(row, deadline_s):
+    begun = time.monotonic()
     child = subprocess.Popen(
         [sys.executable, __file__, json.dumps(row), str(deadline_s)],
         stdout=subprocess.PIPE,
@@ -90,22 +91,24 @@ def in_process(row, deadline_s):
     try:
         return json.loads(said.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        return {"failed": f"nothing after {deadline_s:g} s" if child.returncode in (1, -9) else "failed"}
+        late = time.monotonic() - begun >= deadline_s
+        return {"failed": f"nothing after {deadline_s:g} s" if late else f"code {child.returncode}"}
 
 
 def main():
     row, deadline_s = json.loads(sys.argv[1]), float(sys.argv[2])
     faulthandler.dump_traceback_later(deadline_s, exit=True)  # where it hangs
-    import groups
-    import handover
-    from samples import payload_bytes
-
     kind, *what = row
     if kind == "handover":
+        import handover
+        from samples import payload_bytes
+
         samples, tokens, consumers, carrier = what
         found = handover.measure(carrier, samples, tokens, rounds=3, consumers=consumers)
         found["mb"] = payload_bytes(samples, tokens) / 1e6
     else:
+        import groups
+
         with tempfile.TemporaryDirectory() as directory:
             measured = (
                 groups.long_groups(Path(directory), *what)
