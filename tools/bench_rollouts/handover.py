@@ -55,8 +55,11 @@ class Consumer:
         return json.loads(self.process.stdout.readline())
 
     def close(self):
+        """At once: an end of its own, with torch, takes seconds on a busy machine."""
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.stdout.close()
+        self.process.kill()
+        self.process.wait()
 
 
 class Carried:
