@@ -38,7 +38,8 @@ def rows(samples):
 def line(row, one):
     kind, *what = row
     if "failed" in one:
-        return f"| {' | '.join(map(str, what))} | {one['failed']} |"
+        first = [f"{what[0]} x {what[1]}", *what[2:]] if kind == "handover" else what
+        return f"| {' | '.join(map(str, first))} | {one['failed']} |"
     if kind == "handover":
         samples, tokens, consumers, carrier = what
         per_mb = one["cpu_ms"] * 1e3 / one["mb"]
