@@ -129,6 +129,8 @@ class ChatTokenizer:
             self._template = None if source is None else self._env.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelDirError(f"{where}: chat template does not compile ({error})") from error
+        # `Template.render` gathers these anew each time, which takes longer than a short template itself.
+        self._always = {} if self._template is None else {**self._template.globals, **self._special}
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.vocab_size = self._vocab_size()
@@ -172,13 +174,18 @@ class ChatTokenizer:
         if self._template is None:
             raise ChatTemplateError(f"{self.model_dir} has no chat template; set model.chat_template")
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special, **kwargs},
+            names = {
+                **self._always,
+                **kwargs,
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            text: str = self._env.concat(
+                self._template.root_render_func(self._template.new_context(names, shared=True))
             )
+            return text
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ChatTemplateError(f"the chat template of {self.model_dir} refused the messages: {error}") from error
 
