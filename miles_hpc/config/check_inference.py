@@ -196,7 +196,17 @@ def _collectives(config: Config) -> Found:
 
 
 def _transfer(config: Config) -> Found:
-    if config.train.weight_transfer != "distributed" or config.mode not in ("sync", "async"):
+    inference = config.inference
+    if config.mode not in ("sync", "async"):
+        return
+    if config.train.weight_transfer == "disk":
+        started = not (inference.external or config.rollout.load_debug)
+        if config.train.trainer == "hash" and inference.engine != "fake" and started:
+            yield (
+                ("train.trainer", "inference.engine"),
+                f'train.trainer = "hash" writes no tensors, which inference.engine = "{inference.engine}" would load: '
+                'set train.trainer = "torch", or inference.engine = "fake"',
+            )
         return
     if config.inference.engine == "fake":
         yield (

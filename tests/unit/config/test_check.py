@@ -146,6 +146,7 @@ CONFLICTS = [
         ("train.weight_transfer", "train.trainer"),
         'train.weight_transfer = "disk"',
     ),
+    (["train.trainer=hash"], ("train.trainer", "inference.engine"), 'inference.engine = "fake"'),
     (["inference.router_policy=fastest"], ("inference.router_policy",), "round_robin"),
     (["inference.router_port=70000"], ("inference.router_port",), "above 65535"),
     (
@@ -186,7 +187,7 @@ def test_check_raises_the_first_conflict_with_its_keys():
 
 def test_groups_of_one_and_greedy_samples_are_fine_where_nothing_is_learned():
     check(load([], [*GOOD, "rollout.samples_per_prompt=1", "train.learning_rate=0"]))
-    check(load([], [*GOOD, "rollout.temperature=0", "train.trainer=hash"]))
+    check(load([], [*GOOD, "rollout.temperature=0", "train.trainer=hash", "inference.engine=fake"]))
 
 
 def test_spare_nodes_are_counted_against_the_nodes_of_a_job_as_well_as_those_of_this_machine():
