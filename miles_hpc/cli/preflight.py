@@ -151,8 +151,14 @@ def _check_model_dir(loaded: Loaded, key: str, text: str, chat_template: str) ->
         ChatTokenizer(path, chat_template, require_template=key == "model.path")
     except ModelDirError as error:
         raise ConfigError(f"{start}: {error}") from error
-    if loaded.config.inference.engine != "fake" and not any(path.glob("*.safetensors")) | any(path.glob("*.bin")):
+    if loaded.config.inference.engine == "fake":
+        return
+    if not any(path.glob("*.safetensors")) | any(path.glob("*.bin")):
         raise ConfigError(f"{start}: holds no weights (*.safetensors): copy them there")
+    from miles_hpc.inference.fit import damage
+
+    if found := damage(path):
+        raise ConfigError(f"{start}: {found}")
 
 
 def _check_engine_keys(loaded: Loaded) -> None:

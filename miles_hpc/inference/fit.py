@@ -17,6 +17,7 @@ from miles_hpc.inference.engine_api import EngineApi, EngineRefused
 _LONGEST_HEADER = 100 << 20
 _NAMED = 3
 """Tensors that a reason names."""
+_UNREADABLE = (OSError, ValueError, struct.error, KeyError, TypeError, IndexError, AttributeError)
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -25,13 +26,38 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]] | None:
     found: dict[str, tuple[int, ...]] = {}
     try:
         for path in sorted(directory.glob("*.safetensors")):
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header: dict[str, Any] = json.loads(file.read(min(length, _LONGEST_HEADER)))
-            found.update({name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"})
-    except (OSError, ValueError, struct.error, KeyError, TypeError):
+            found.update({name: tuple(one["shape"]) for name, one in _header(path)[0].items()})
+    except _UNREADABLE:
         return None
     return found or None
+
+
+def damage(directory: Path) -> str:
+    """What is wrong with a directory's safetensors files by their headers and sizes; empty when nothing is seen."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            tensors, start = _header(path)
+            expected = start + max((one["data_offsets"][1] for one in tensors.values()), default=0)
+            size = path.stat().st_size
+        except _UNREADABLE:
+            return f"{path.name} has no header that can be read: it was cut off, or is no safetensors file"
+        if size != expected:
+            return f"{path.name} has {size} bytes where its header says {expected}: it was cut off, copy it again"
+    try:
+        shards = json.loads((directory / "model.safetensors.index.json").read_bytes())["weight_map"].values()
+        missing = sorted(name for name in set(shards) if not (directory / name).is_file())
+    except _UNREADABLE:
+        return ""
+    return f"{', '.join(missing[:_NAMED])} of its index is missing: copy it there" if missing else ""
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The tensors that a safetensors file describes, and where their bytes begin. Raises what `_UNREADABLE` holds."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(min(length, _LONGEST_HEADER)))
+    header.pop("__metadata__", None)
+    return header, 8 + length
 
 
 def misfit(known: Shapes, given: Shapes) -> str:

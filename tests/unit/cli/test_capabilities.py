@@ -8,7 +8,9 @@ from miles_hpc.cli import preflight
 from miles_hpc.cli.capabilities import _router_flags, check_capabilities
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.config.load import load, load_with_origins
+from miles_hpc.config.schema import MakeModelConfig
 from miles_hpc.inference.needs import NEEDED_CALLS
+from miles_hpc.train.make_model import make_model
 
 pytestmark = pytest.mark.unit
 
@@ -90,3 +92,13 @@ def test_a_key_that_others_may_read_is_refused_before_anything_starts(tmp_path):
 def test_each_model_is_looked_at_under_its_own_key(tmp_path):
     with pytest.raises(ConfigError, match=r"models\.judge\.path = .*: holds no config\.json"):
         preflight._check_other_models(load_with_origins([], [*SETS, f"models.judge.path={tmp_path}"]))
+
+
+def test_weights_that_are_cut_off_are_refused_before_an_engine_loads_them(tmp_path):
+    model = make_model(MakeModelConfig(hidden_size=16, layers=1, heads=2), 0, tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    sets = [*SETS, f"model.path={model}"]
+    with pytest.raises(ConfigError, match=r"model\.path = .*: model\.safetensors has \d+ bytes where its header says"):
+        preflight._check_model(load_with_origins([], sets))
+    preflight._check_model(load_with_origins([], [*sets, "inference.engine=fake"]))

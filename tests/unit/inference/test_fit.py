@@ -8,7 +8,7 @@ import pytest
 
 from miles_hpc.inference.broadcast import TensorHeader, update_from_sender
 from miles_hpc.inference.engine_api import EngineApi, EngineRefused
-from miles_hpc.inference.fit import misfit, shapes_of
+from miles_hpc.inference.fit import damage, misfit, shapes_of
 from miles_hpc.inference.weights import WeightsNotTaken, load_from_disk, update_from_disk
 from miles_hpc.inference.windows import EngineInfo
 from miles_hpc.wire.address import HostAndPort
@@ -90,3 +90,26 @@ def test_weights_that_fit_and_a_model_that_cannot_be_read_here_are_no_reason(par
             assert (await update_from_disk([info], good, 2, http=p.http)).failed == {}
 
     run(parts, scenario)
+
+
+def test_files_that_are_cut_off_missing_or_no_safetensors_are_named(tmp_path):
+    from numpy import zeros
+    from safetensors.numpy import save_file
+
+    file, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"x": zeros((4, 2), "float32"), "y": zeros(3, "float32")}, file)
+    save_file({}, other)
+    assert damage(tmp_path) == "" == damage(tmp_path / "nowhere")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    size = f"a.safetensors has {len(whole) - 1} bytes where its header says {len(whole)}: it was cut off"
+    assert damage(tmp_path).startswith(size)
+    for piece in (whole[:40], whole[:3], b"", b"version https://git-lfs.github.com/spec/v1\n"):
+        file.write_bytes(piece)
+        assert damage(tmp_path).startswith("a.safetensors has no header that can be read")
+    file.write_bytes(whole)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": file.name, "z": "c.safetensors"}}))
+    assert damage(tmp_path) == "c.safetensors of its index is missing: copy it there"
+    index.write_text("[]")
+    assert damage(tmp_path) == ""
