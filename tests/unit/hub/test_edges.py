@@ -20,6 +20,7 @@ from miles_hpc.wire.messages import (
     Progress,
     Refused,
     ReservePorts,
+    Roster,
     StartWorker,
     StopWorker,
     Welcome,
@@ -306,6 +307,33 @@ def test_a_death_counts_against_its_node_until_it_is_older_than_the_window(fleet
             f.receive(agent.peer, Heartbeat(seq=1))
         f.apply(Tick())
         assert len(deaths) == left
+
+
+def test_the_address_book_is_made_only_when_something_in_it_may_have_changed(fleet, pool):
+    f = fleet(pool("engine"))
+    assert f.state.book and not f.core.book_dirty
+    f.die("engine-00000-00000", settle=False)
+    assert not f.core.book_dirty and f.state.book == {"engine": []}
+
+
+def test_a_small_fleet_hears_of_a_second_hello_of_the_same_moment(fleet, pool):
+    f = fleet(pool("engine"), nodes=2, join=False)
+    for index in (0, 1):
+        f.join(index, peer_port=40000 + index)
+        f.apply(Tick())
+    rosters = [[peer.port for peer in roster.peers] for roster in f.orders(Roster)]
+    assert rosters == [[40000], [40000, 40001], [40000, 40001]]
+
+
+def test_a_run_is_ready_when_the_last_of_its_cells_is(fleet, pool):
+    f = fleet(pool("engine", num_cells=2), join=False)
+    f.join(0)
+    while "ready" not in f.phases().values():
+        f.receive(*f.reports.pop(0))
+    assert sorted(f.phases().values()) != ["ready", "ready"] and f.core.ready_at is None
+    f.now += 3.0
+    f.settle()
+    assert set(f.phases().values()) == {"ready"} and f.core.ready_at == f.now
 
 
 def test_the_first_step_is_the_first_that_was_made_and_only_once(fleet, pool):
