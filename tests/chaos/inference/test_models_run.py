@@ -21,7 +21,7 @@ from ..conftest import wait_for
 from .clients import Book
 from .test_external import External
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 
 JUDGED = """
 import json
@@ -133,7 +133,12 @@ class Embedded(External):
             self.process = subprocess.Popen(
                 [*argv, "--model-path", str(self._model)], stdout=out, stderr=out, stdin=subprocess.DEVNULL
             )
-        wait_for(lambda: self.get("/health") is not None, "the external engine", 240)
+        try:
+            wait_for(lambda: self.get("/health") is not None, "the external engine", 500)
+        except BaseException:
+            self.process.kill()
+            self.process.wait(10)
+            raise
 
     def post(self, path, **body):
         request = urllib.request.Request(
@@ -157,7 +162,7 @@ def test_the_trainer_broadcasts_into_an_engine_of_somebody_else(smoke, tmp_path)
             *("inference.engine=embedded", "rollout.batch_size=4", "rollout.samples_per_prompt=2"),
             *("rollout.session_every=0", "session.servers=0", "data.heldout=", "cluster.local_nodes=1"),
         )
-        summary = run.end(400)
+        summary = run.end(900)
         assert (summary["outcome"], summary["steps"], summary["cells"]["healed"]) == ("finished", 4, 0), run.tail()
         assert summary["groups"]["committed"] == summary["groups"]["dispatched"] == 16
         assert [line["weight_versions"] for line in sorted(run.ledger_lines(), key=lambda line: line["step"])] == [
