@@ -28,7 +28,7 @@ GOALS = {
     "shm_vs_memcpy": 0.25,
     "tcp_vs_loopback": 1 / 3,
     "groups_per_s": 5000.0,
-    "generate_ratio": 0.9,
+    **{f"generate_{tokens}_ratio_streamed": 0.9 for tokens in generate.SIZES},
 }
 
 
