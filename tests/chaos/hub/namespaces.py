@@ -136,8 +136,14 @@ class SpreadRun(WholeRun):
         return sorted(int(path.stem[-5:]) for path in (self.run_dir / "rendezvous" / "0").glob("epoch-*.json"))
 
     def node_of(self, cell: str) -> int:
-        row = wait_for(lambda: self.cell(cell), f"{cell} to be known")
-        return int(row.node.rpartition("-")[2])
+        """Index of the node that a cell is on; waits for a cell that is between two."""
+
+        def placed() -> str | None:
+            assert self.alive(), f"the run ended before {cell} was on a node; {self.tail()}"
+            row = self.cell(cell)
+            return row.node or None if row is not None else None
+
+        return int(wait_for(placed, f"{cell} to be on a node").rpartition("-")[2])
 
     def engines_on(self, index: int) -> set[int]:
         """Pids of the engines of a node, from the machine and not from a hub."""
