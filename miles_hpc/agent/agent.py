@@ -21,7 +21,7 @@ from miles_hpc.agent.seek import HubSeeker
 from miles_hpc.agent.supervise import Exit
 from miles_hpc.agent.table import WorkerTable
 from miles_hpc.agent.watches import Watches
-from miles_hpc.wire import rendezvous
+from miles_hpc.wire import codec, rendezvous
 from miles_hpc.wire.messages import (
     AgentHello,
     DrainRequest,
@@ -89,6 +89,7 @@ class Agent:
         self._ending = False
         """The drain was asked for because the scheduler ends the job."""
         self._last_foreign_signal = -math.inf
+        codec.make_ready("FromHub")  # the hub takes longer than this agent
 
     # ------------------------------------------------------------------------------------------------ loop
     def run(self) -> int:

@@ -12,10 +12,11 @@ import msgspec
 from miles_hpc import __version__
 from miles_hpc.wire import rendezvous, security
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
-"""Seconds between two looks."""
-_GROWTH, _GROWTH_BESIDE_HUB = 1.5, 1.1
-"""Of the pause with each look. The whole run waits for the agent beside the hub; the others share the file system."""
+FIRST_PAUSE, GROWTH = 0.02, 1.5
+"""Seconds between two looks, and by what that grows with each: many agents share the file system."""
+FIRST_PAUSE_BESIDE_HUB, GROWTH_BESIDE_HUB = 0.01, 1.04
+"""The same for the agent beside the hub, for which the whole run waits: hardly longer than the hub needs."""
+LONGEST_PAUSE = 0.5
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -44,8 +45,8 @@ class HubSeeker:
         self._closed = False
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._asked = False
-        self._look_at, self._pause = 0.0, FIRST_PAUSE
-        self._growth = _GROWTH_BESIDE_HUB if beside_hub else _GROWTH
+        self._look_at = 0.0
+        self._pause, self._growth = (FIRST_PAUSE_BESIDE_HUB, GROWTH_BESIDE_HUB) if beside_hub else (FIRST_PAUSE, GROWTH)
         # A daemon: one that hangs in the file system must not keep the agent from leaving.
         threading.Thread(target=self._run, name="seek", daemon=True).start()
 

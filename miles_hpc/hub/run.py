@@ -26,7 +26,7 @@ from miles_hpc.hub.site import Site
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import read_outcome
 from miles_hpc.specs.compute import compute_specs
-from miles_hpc.wire import allocator
+from miles_hpc.wire import allocator, codec
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.hashes import sha256
 from miles_hpc.wire.hub_sockets import HubSockets
@@ -180,6 +180,7 @@ def _serve(
             pools={spec.name: spec.scheduling.num_cells for spec in specs},
             start_s=round(time.monotonic() - started, 3),
         )
+        codec.make_ready("ToHub")  # while the agents look for the hub and connect
         allocator.give_back()
         server.run()
     if site is not None:

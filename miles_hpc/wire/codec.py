@@ -105,6 +105,11 @@ def decode_from_peer(frames: Sequence[Buffer], run_id: str) -> Message:
     return _decode(_decoder("BetweenAgents"), frames, run_id)
 
 
+def make_ready(union: Literal["ToHub", "FromHub"]) -> None:
+    """Make the decoder of one direction before its first message, where a process waits anyway."""
+    _decoder(union)
+
+
 @functools.cache
 def _decoder(union: str) -> msgspec.msgpack.Decoder[Any]:
     """Made when it is first needed, since most processes read one direction only. `union` is a name in `messages`."""

@@ -72,3 +72,21 @@ def test_a_look_for_the_hub_can_be_taken_between_the_two_steps_of_its_thread(tmp
         select.select([seeker.fileno], [], [], 0.001)
     assert found is not None and found.hub is None and not found.error
     seeker.close()
+
+
+def pauses_until(tmp_path, seconds, *, beside_hub):
+    """(When, how long) of each pause between two looks, on a clock that stands still during a look."""
+    seeker, now, found = HubSeeker(tmp_path, "run", 0, "", beside_hub=beside_hub), 0.0, []
+    while now < seconds:
+        while seeker.advance(now, wanted=True) is None:
+            select.select([seeker.fileno], [], [], 1.0)
+        found.append((now, seeker.next_deadline() - now))
+        now = seeker.next_deadline()
+    seeker.close()
+    return found
+
+
+def test_the_agent_beside_a_hub_sees_it_at_once_and_the_others_spare_the_file_system(tmp_path):
+    beside = pauses_until(tmp_path, 5.0, beside_hub=True)
+    assert all(pause <= 0.011 + 0.05 * now for now, pause in beside), "it delays no start by more than a 20th"
+    assert len(pauses_until(tmp_path, 5.0, beside_hub=False)) <= 20
