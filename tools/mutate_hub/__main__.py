@@ -17,9 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("state", "lifecycle", "membership", "healing", "recovery", "standing", "drain", "placement")
+MODULES = ("state", "lifecycle", "membership", "healing", "leftovers", "recovery", "standing", "drain", "placement")
 SLOWEST = "test_any_order.py"
 """Runs last: most flips are noticed before it."""
+PROFILE = """
+from hypothesis import Phase, settings
+
+# That a flip is noticed is enough, and to make the example small takes minutes.
+settings.register_profile("notice", phases=[Phase.explicit, Phase.generate])
+"""
 
 _COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -171,9 +177,11 @@ def survives(flip: Flip, timeout_s: float) -> bool:
         shutil.copytree(ROOT / "miles_hpc", root / "miles_hpc", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "tests" / "unit" / "hub", root / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         (root / "miles_hpc" / "hub" / f"{flip.module}.py").write_text(flip.source)
+        (root / "conftest.py").write_text(PROFILE)
         files = sorted((root / "tests").glob("test_*.py"), key=lambda path: (path.name == SLOWEST, path.name))
         argv = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
-        argv += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), *map(str, files)]
+        argv += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root)]
+        argv += ["--hypothesis-profile", "notice", *map(str, files)]
         env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(argv, cwd=root, env=env, capture_output=True, timeout=timeout_s, check=False)
