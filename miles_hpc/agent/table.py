@@ -361,7 +361,8 @@ class WorkerTable:
             self._watches.stalls.add(row.worker, row.generation, row.around.progress.read, row.probe.stall)
         parts = [pid for pid in self._supervisor.pids(row.worker) if pid != row.pid] if row.essential else []
         found = self._watches.essentials.add(row.worker, row.generation, parts, row.essential)
-        self._log.write("worker_ready", worker=row.worker, generation=str(row.generation), essential=found)
+        more = {"essential": found} if row.essential else {}
+        self._log.write("worker_ready", worker=row.worker, generation=str(row.generation), **more)
         self._send(WorkerReady(worker=row.worker, generation=row.generation))
 
     def _on_lost(self, row: Row, finding: Finding, *, by_slurm: bool) -> None:
