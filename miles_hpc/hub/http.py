@@ -34,6 +34,7 @@ REQUESTS_AT_ONCE = 8
 """More are closed unanswered: a hub is no web server."""
 PATIENCE_S = 5.0
 """A client that sends or takes nothing for this long is cut off."""
+_FULL_S = 1.0
 _REALM = 'Bearer realm="secrets/attempt-<n>/http.key of the run directory"'
 
 
@@ -79,17 +80,24 @@ class HubHttp:
     def _run(self) -> None:
         with self._listener, self._stop_out:
             # Not select(): with a large fleet descriptors are beyond its 1024.
-            poller = select.poll()
+            poller, only_stop = select.poll(), select.poll()
             for each in (self._listener, self._stop_out):
                 poller.register(each, select.POLLIN)
+            only_stop.register(self._stop_out, select.POLLIN)
             while True:
                 ready = [descriptor for descriptor, _ in poller.poll()]
                 if self._stop_out.fileno() in ready:
                     return
                 try:
                     connection, peer = self._listener.accept()
-                except OSError:
-                    continue  # it left again, or no descriptor is free: the control plane comes first
+                except (BlockingIOError, ConnectionError):
+                    continue  # it left again
+                except OSError as error:
+                    # No descriptor is free: whoever waits stays there, and must not be asked about again at once.
+                    log.warning("HTTP requests wait for %g s: %s", _FULL_S, error)
+                    if only_stop.poll(_FULL_S * 1000):
+                        return
+                    continue
                 if not self._slots.acquire(blocking=False):
                     connection.close()
                     continue

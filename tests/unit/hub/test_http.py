@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import socket
+import threading
+import time
 
 import pytest
 
@@ -149,3 +152,19 @@ def test_closing_ends_the_listener_at_once():
     served.close()
     with pytest.raises(OSError):
         socket.create_connection((served.address.host, served.address.port), timeout=1)
+
+
+def test_without_a_free_descriptor_nobody_is_asked_about_again_and_again(hub, monkeypatch):
+    tries, second = [], threading.Event()
+
+    def full(listener):
+        tries.append(time.monotonic())
+        if len(tries) == 2:
+            second.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", full)
+    with socket.create_connection((hub.address.host, hub.address.port)):
+        assert second.wait(20)
+    assert tries[1] - tries[0] > 0.9
+    hub.close()  # and it does not wait for the next try
