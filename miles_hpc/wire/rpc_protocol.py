@@ -16,6 +16,7 @@ message.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +45,9 @@ KEPT_ANSWERS = 256
 KEPT_CLIENTS = 1024
 """Clients remembered. Beyond that the longest silent ones are forgotten that have nothing open: a client with a running
 call, or one that it has not acknowledged, may repeat it after a reconnect, and only who knows it does not run it twice.
-So the table grows by the clients that have something open."""
+So the table grows by the clients that have something open, and by those that ended within the last `GONE_AFTER_S`."""
+GONE_AFTER_S = 3600.0
+"""Silence after which a client whose calls have all been answered is taken for ended: no call is repeated that late."""
 ACKNOWLEDGE_FROM = 64
 """Answers that wait for their acknowledgement before it is sent without a call."""
 LARGE_ANSWER = 16 * 1024
@@ -272,20 +275,20 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class _Client:
-    __slots__ = ("answers", "given_up", "oldest", "route", "running", "unsent")
+    __slots__ = ("answers", "given_up", "heard_at", "oldest", "route", "running", "unsent")
 
     def __init__(self) -> None:
         self.route = b""
+        self.heard_at = 0.0
         self.oldest = 0
         self.running: set[int] = set()
         self.answers: dict[int, Answer] = {}
         self.given_up: set[int] = set()
         self.unsent: list[Answer] = []
 
-    @property
-    def idle(self) -> bool:
-        """Whether it has acknowledged all that it called."""
-        return not (self.running or self.answers or self.given_up)
+    def idle(self, now: float) -> bool:
+        """Whether it will repeat nothing: it has acknowledged all that it called, or has ended without that."""
+        return not self.running and (not (self.answers or self.given_up) or now - self.heard_at >= GONE_AFTER_S)
 
 
 class ServerCalls:
@@ -296,9 +299,15 @@ class ServerCalls:
         send: (route, frames) hands an answer to the socket; it may be lost when the client is gone.
     """
 
-    def __init__(self, incarnation: bytes, send: Callable[[bytes, Frames], None]) -> None:
+    def __init__(
+        self,
+        incarnation: bytes,
+        send: Callable[[bytes, Frames], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._incarnation = incarnation
         self._send = send
+        self._clock = clock
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self._with_unsent: list[_Client] = []
 
@@ -389,13 +398,15 @@ class ServerCalls:
 
     def _client(self, name: bytes) -> _Client:
         client = self._clients.get(name)
+        now = self._clock()
         if client is None:
             excess = len(self._clients) + 1 - KEPT_CLIENTS
             if excess > 0:
-                idle = (key for key, held in self._clients.items() if held.idle)
+                idle = (key for key, held in self._clients.items() if held.idle(now))
                 for key in list(itertools.islice(idle, excess)):
                     del self._clients[key]
             client = self._clients[name] = _Client()
+        client.heard_at = now
         self._clients.move_to_end(name)
         return client
 

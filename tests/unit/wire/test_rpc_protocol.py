@@ -23,6 +23,7 @@ from miles_hpc.wire.rpc_messages import (
 )
 from miles_hpc.wire.rpc_protocol import (
     ACKNOWLEDGE_FROM,
+    GONE_AFTER_S,
     KEPT_ANSWERS,
     KEPT_CLIENTS,
     LARGE_ANSWER,
@@ -78,8 +79,8 @@ class Client:
 
 class Server:
     def __init__(self):
-        self.sent = []
-        self.calls = ServerCalls(b"s1", lambda route, frames: self.sent.append((route, frames)))
+        self.sent, self.now = [], 0.0
+        self.calls = ServerCalls(b"s1", lambda route, frames: self.sent.append((route, frames)), lambda: self.now)
 
     def call(self, call, oldest=1, client=b"c", route=b"r1"):
         """The request that a call makes, if any."""
@@ -447,6 +448,19 @@ def test_a_client_whose_answers_were_given_up_is_never_forgotten():
     assert server.call(1, client=b"quiet") is None
     ((_, answer),) = server.take()
     assert answer.type_name == "AnswerGivenUp"
+
+
+def test_a_client_that_ended_without_its_last_acknowledgement_is_forgotten_in_the_end_and_a_running_call_never():
+    server = Server()
+    busy = server.call(1, client=b"busy")
+    server.done(server.call(1, client=b"ended"))
+    server.now = GONE_AFTER_S - 1
+    many_clients(server)
+    assert b"ended" in server.calls._clients
+    server.now = GONE_AFTER_S
+    many_clients(server)
+    assert b"ended" not in server.calls._clients and b"busy" in server.calls._clients
+    assert len(server.calls._clients) == KEPT_CLIENTS and busy is not None
 
 
 def test_clients_that_all_have_something_open_are_all_kept_and_shrink_again_when_they_have_not():
