@@ -49,4 +49,6 @@ use_venv() {
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt -e ".[$extra]"
         printf '%s' "$want" >"$stamp"
     fi
+    # Where PYTHONDONTWRITEBYTECODE is set, each of a run's processes would compile the package for itself.
+    .venv/bin/python -m compileall -q miles_hpc
 }
