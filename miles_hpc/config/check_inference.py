@@ -161,6 +161,19 @@ def _parallelism(config: Config, where: str, plan: Any) -> Found:
             key = f"{where}.sglang.{names[0]}"
             yield ((key,), f"{key} = {ranks!r}: expected the number of ranks of an engine")
             continue
+        pp = next((name for name in ("pipeline_parallel_size", "pp_size") if name in arguments), "")
+        stages = arguments[pp] if pp else 1
+        key = f"{where}.sglang.{pp}"
+        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+            yield ((key,), f"{key} = {stages!r}: expected the number of stages of an engine, 1 or more")
+            continue
+        if slots and (slots % stages or (names and ranks > 0 and slots % (ranks * stages) and not slots % ranks)):
+            beside = f" with {names[0]} = {ranks}" if names else ""
+            yield (
+                (key, "inference.gpus_per_engine"),
+                f"{key} = {stages}{beside} does not divide the {slots} GPUs of an engine "
+                f"(inference.gpus_per_engine = {gpus} x inference.nodes_per_engine = {nodes})",
+            )
         if names and (ranks < 1 or (slots and slots % ranks)):
             yield (
                 (f"{where}.sglang.{names[0]}", "inference.gpus_per_engine"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_hpc.config.schema import Config, EngineGroupConfig, ExternalEngineConfig
-from miles_hpc.specs.sglang import TENSOR_PARALLEL
+from miles_hpc.specs.sglang import pipeline_parallel, tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,7 @@ class Group:
     @property
     def ranks(self) -> int:
         """Processes of one engine that hold weights: its members of a weight update group."""
-        parallel = {name.replace("-", "_"): value for name, value in self.sglang.items()}
-        tensor = next((parallel[name] for name in TENSOR_PARALLEL if name in parallel), max(1, self.gpus) * self.nodes)
-        return int(tensor) * int(parallel.get("pp_size", parallel.get("pipeline_parallel_size", 1)))
+        return tensor_parallel(self.gpus, self.nodes, self.sglang) * pipeline_parallel(self.sglang)
 
     @property
     def slots(self) -> int:

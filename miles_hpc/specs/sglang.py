@@ -13,6 +13,7 @@ from miles_hpc.specs.runtime import collective_env, foreign_env, python_of
 from miles_hpc.wire.security import sglang_config_path
 
 TENSOR_PARALLEL = ("tensor_parallel_size", "tp_size", "tp")
+PIPELINE_PARALLEL = ("pipeline_parallel_size", "pp_size")
 """The field, and the short names that SGLang's command line takes for it."""
 
 
@@ -48,8 +49,8 @@ def sglang_command(
         "enable_metrics": True,
         "stream_interval": 8,
     }
-    if max(gpus, 1) * nodes > 1:
-        given["tensor_parallel_size"] = max(gpus, 1) * nodes
+    if (tensor := tensor_parallel(gpus, nodes, arguments)) > 1:
+        given["tensor_parallel_size"] = tensor
     if gpus == 0:
         given["device"] = "cpu"
     if inference.pause_mode == "in_place":
@@ -75,6 +76,19 @@ def sglang_command(
         *(("--config", str(sglang_config_path(Path(ctx.run_dir), ctx.attempt))) if inference.keyed else ()),
         *server_arguments(given),
     ]
+
+
+def pipeline_parallel(arguments: Mapping[str, Any]) -> int:
+    """Stages of an engine that follow each other."""
+    fields = {name.replace("-", "_"): value for name, value in arguments.items()}
+    return int(next((fields[name] for name in PIPELINE_PARALLEL if name in fields), 1))
+
+
+def tensor_parallel(gpus: int, nodes: int, arguments: Mapping[str, Any]) -> int:
+    """Ranks that share each layer: what the arguments say, or the GPUs of all nodes, divided among the stages."""
+    fields = {name.replace("-", "_"): value for name, value in arguments.items()}
+    own = next((fields[name] for name in TENSOR_PARALLEL if name in fields), None)
+    return int(own) if own is not None else max(1, max(1, gpus) * nodes // pipeline_parallel(arguments))
 
 
 def sglang_env(config: Config) -> dict[str, str]:

@@ -131,6 +131,17 @@ CONFLICTS = [
         "does not divide the 3 GPUs",
     ),
     (
+        ["inference.engine=sglang", "inference.gpus_per_engine=4", "inference.sglang.pp_size=3"],
+        ("inference.sglang.pp_size", "inference.gpus_per_engine"),
+        "does not divide the 4 GPUs",
+    ),
+    (
+        ["inference.engine=sglang", "inference.gpus_per_engine=2", "inference.sglang={tp_size=2, pp_size=2}"],
+        ("inference.sglang.pp_size", "inference.gpus_per_engine"),
+        "with tp_size = 2 does not divide the 2 GPUs",
+    ),
+    (["inference.engine=sglang", "inference.sglang.pp_size=0"], ("inference.sglang.pp_size",), "1 or more"),
+    (
         ["inference.engine=sglang", "inference.groups=[{sglang={api_key='x'}}]"],
         ("inference.groups[0].sglang.api_key", "inference.keyed"),
         "leave it out",

@@ -169,6 +169,17 @@ def test_the_real_sglang_gets_server_arguments_by_field_name():
     assert (env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"], env["NCCL_CUMEM_ENABLE"]) == ("0", "0")
 
 
+@pytest.mark.parametrize(("own", "tensor", "ranks"), [((), 2, 4), (("inference.sglang.tp=1",), 1, 2)])
+def test_the_stages_of_an_engine_share_its_gpus(own, tensor, ranks):
+    spec = specs_of("inference.engine=sglang", "inference.gpus_per_engine=4", "inference.sglang.pp-size=2", *own)[
+        "engine"
+    ]
+    argv = spec.launch_command(context(http=1, nccl=2))
+    assert "--pp-size=2" in argv
+    assert [word for word in argv if word.startswith("--tensor-parallel-size")] == [f"--tensor-parallel-size={tensor}"]
+    assert spec.meta(0)["ranks"] == ranks and spec.scheduling.num_gpus_per_worker == 4
+
+
 def test_keys_lie_in_a_file_and_never_in_argv_or_environment():
     specs = specs_of("inference.engine=sglang")
     argv = specs["engine"].launch_command(context(http=1, nccl=2))
