@@ -158,7 +158,9 @@ def test_the_trainer_broadcasts_into_an_engine_of_somebody_else(smoke, tmp_path)
         started_with = engine.checksums()
         run = smoke(
             *("steps=4", f"model.path={model}", "model.make=none", f"inference.external.mine.url={engine.url}"),
-            *("train.trainer=torch", "train.ranks=1", "train.weight_transfer=distributed", "train.learning_rate=0.001"),
+            *("train.trainer=torch", "train.ranks=1", "train.weight_transfer=distributed"),
+            # No answer is right, so only the decay changes the weights.
+            *("train.learning_rate=0.01", "train.weight_decay=0.5"),
             *("inference.engine=embedded", "rollout.batch_size=4", "rollout.samples_per_prompt=2"),
             *("rollout.session_every=0", "session.servers=0", "data.heldout=", "cluster.local_nodes=1"),
         )
