@@ -5,32 +5,39 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from miles_hpc.agent.essentials import Essentials
+from miles_hpc.agent.probes import Finding
 from miles_hpc.config.schema import MakeModelConfig
 from miles_hpc.inference.book import engine_urls_in, router_url_in
 from miles_hpc.inference.broadcast import update_from_sender
 from miles_hpc.inference.client import ControllerClient
+from miles_hpc.inference.engine_api import UNPUBLISHED, EngineApi
 from miles_hpc.inference.generate import GenerateClient, SamplingParams
 from miles_hpc.inference.http_session import open_http
 from miles_hpc.inference.weights import WeightsNotTaken, update_from_disk
+from miles_hpc.specs.engine import engine_specs
 from miles_hpc.train.make_model import make_model
 from miles_hpc.train.sender import TensorSender
 from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.ids import Generation
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 FLEET = sys.modules["sglang_fleet"]
 VOCABULARY = 384
 IN_FLIGHT = 32
 LONG = SamplingParams(max_new_tokens=200, temperature=0.0)
-LOST_S = 300.0
+LOST_S = 600.0
 """Deadline of requests that outlive an engine; it includes a start on a busy machine."""
 
 
@@ -105,7 +112,7 @@ class Session:
 def scenario(fleet: Any, body: Any) -> None:
     async def main() -> None:
         async with open_http(fleet.key) as http, ControllerClient(fleet) as controller:
-            await asyncio.wait_for(body(Session(fleet, http, controller)), 560)
+            await asyncio.wait_for(body(Session(fleet, http, controller)), 1000)
 
     asyncio.run(main())
 
@@ -178,8 +185,32 @@ def test_a_broadcast_gives_what_a_load_from_disk_gives(pair):
         answers = await session.begin(8)
         assert {v for one in answers for v, _, _ in one.weight_versions} == {pair.version}
         assert [one.token_ids for one in answers] == from_disk
+        await aborted_where_no_path_has_the_weights(session, pair)
 
     scenario(pair, body)
+
+
+async def aborted_where_no_path_has_the_weights(session: Session, pair: Any) -> None:
+    """Nobody knows what an owner that failed has left in the engines: they serve again from the next version on."""
+    replaced = len(pair.hub.replaced)
+    calls = session.begin()
+    await session.in_flight()
+    window = await session.controller.start_update_weights(60)
+    await asyncio.gather(*(EngineApi(one.url, session.http).pause("retract") for one in window.engines))
+    await session.controller.abort_update_weights(window.window_id, "its owner failed")
+    await session.until_listed(set())
+    for engine in pair.engines:
+        api = EngineApi(engine.url, session.http)
+        while await api.paused():  # noqa: ASYNC110 - the engine's state
+            await asyncio.sleep(0.05)
+        assert await api.weight_version() == UNPUBLISHED
+        assert await session.state_of(engine.cell) == "pending-weights"
+    assert not calls.done()
+    new = await session.publish()
+    assert whole(answers := await calls)
+    # What was drawn before the abort is kept or drawn again; nothing is of the weights in between.
+    assert {v for one in answers for v, _, _ in one.weight_versions} <= {new - 1, new}
+    assert len(pair.hub.replaced) == replaced
 
 
 def test_a_router_that_is_killed_has_all_engines_again_and_loses_no_request(pair):
@@ -242,15 +273,24 @@ def test_a_stopped_scheduler_behind_a_living_server_is_found_and_its_requests_ar
     scenario(pair, body)
 
 
-def test_an_engine_whose_scheduler_is_killed_ends_by_itself_and_nobody_misses_a_token(pair):
+def test_an_engine_whose_scheduler_is_killed_is_found_before_its_own_watchdog_ends_it_and_nobody_misses_a_token(pair):
     async def body(session):
         await session.publish()
         calls = session.begin()
         await session.in_flight()
-        os.kill(pair.scheduler_of(pair.engines[0]).pid, signal.SIGKILL)
+        engine, watch = pair.engines[0], Essentials(time.monotonic)
+        parts = [child.pid for child in psutil.Process(engine.process.pid).children(recursive=True)]
+        watched = watch.add(
+            engine.cell, Generation(1, engine.n), parts, engine_specs(pair.config)[0].essential_processes
+        )
+        assert sorted(name.partition(" ")[0] for name in watched) == ["sglang::detokenizer", "sglang::scheduler"]
+        scheduler = pair.scheduler_of(engine).pid
+        os.kill(scheduler, signal.SIGKILL)
         began = time.monotonic()
-        await asyncio.to_thread(pair.engines[0].process.wait, 60)
-        print(f"the engine ended {time.monotonic() - began:.1f} s after its scheduler")
+        finding = await asyncio.to_thread(verdict_of, watch)
+        found_s = time.monotonic() - began
+        print(f"the scheduler's death was found after {found_s:.1f} s")
+        assert f"sglang::scheduler (pid {scheduler}), without which it cannot go on" in finding.text and found_s < 5
         await session.heal(0)
         assert whole(await calls)
         await session.serving()
@@ -327,6 +367,20 @@ def test_an_engine_killed_in_a_broadcast_ends_the_window_within_a_bound_and_the_
         assert whole(await session.begin(8))
 
     scenario(pair, body)
+
+
+def verdict_of(watch: Essentials) -> Finding:
+    """The first finding, as an agent's loop waits for it."""
+    while True:
+        poller = select.poll()
+        for fileno in watch.filenos():
+            poller.register(fileno, select.POLLIN)
+        wait_s = min(watch.next_deadline() - time.monotonic(), 60.0)
+        ready = poller.poll(max(0.0, wait_s) * 1000)
+        findings = watch.advance({fileno for fileno, _ in ready})
+        if findings:
+            return findings[0]
+        assert ready or wait_s < 60.0, "nothing was found"
 
 
 async def paused(http: Any, url: str) -> bool:

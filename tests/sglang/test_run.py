@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from miles_hpc.config.schema import MakeModelConfig
 from miles_hpc.train.make_model import make_model
 from miles_hpc.wire.security import load_http_key
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2400)]
 
 COMMON = (
     "steps=4",
@@ -47,7 +49,7 @@ def real_run(runtimes: Path, tmp_path: Path, whole_runs: Any) -> Iterator[Callab
         run.close()
 
 
-def finished(run: Any, timeout_s: float = 900.0) -> dict[str, Any]:
+def finished(run: Any, timeout_s: float = 1500.0) -> dict[str, Any]:
     summary = run.end(timeout_s)
     assert (run.process.returncode, summary["outcome"]) == (0, "finished"), run.tail()
     assert run.left() == []
@@ -60,25 +62,45 @@ def finished(run: Any, timeout_s: float = 900.0) -> dict[str, Any]:
     return summary
 
 
-def test_a_run_trains_on_what_the_real_engines_draw(real_run):
+def starts(run: Any, worker: str) -> list[str]:
+    """The generations in which the agents have started a worker."""
+    logs = sorted((run.run_dir / "logs" / "attempt-0").glob("node-*/agent.jsonl"))
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    return [line["generation"] for line in lines if line["event"] == "worker_started" and line["worker"] == worker]
+
+
+def test_a_run_trains_on_what_the_real_engines_draw_and_replaces_one_whose_scheduler_dies(real_run):
     run = real_run("inference.engines=1", "train.ranks=1", "cluster.local_nodes=1")
+    run.reach(1, 1500)
+    engine = psutil.Process(run.pid("engine-policy-0-00000-00000"))
+    (scheduler,) = (child for child in engine.children() if "sglang::scheduler" in " ".join(child.cmdline()))
+    os.kill(scheduler.pid, signal.SIGKILL)
+    killed_at = time.time()
     summary = finished(run)
-    assert summary["steps"] == 4
+    assert summary["steps"] == 4 and summary["cells"]["healed"] >= 1
+    (lost,) = (line for line in run.events("worker_exited") if "process_lost" in line["how"])
+    assert f"its process sglang::scheduler (pid {scheduler.pid}), without which it cannot go on" in lost["how"]
+    print(f"the hub knew {lost['time'] - killed_at:.1f} s after the scheduler's death")
 
 
-def test_an_engine_over_two_nodes_loses_its_second_rank_and_the_run_goes_on_with_broadcast_weights(real_run):
+def test_an_engine_over_two_nodes_loses_each_of_its_ranks_and_the_run_goes_on_with_broadcast_weights(real_run):
     run = real_run(
+        "steps=8",
         "inference.engines=1",
         "inference.nodes_per_engine=2",
         "runtimes.engine.env.SGLANG_CPU_OMP_THREADS_BIND=0|1",
         "train.ranks=1",
         "train.weight_transfer=distributed",
     )
-    run.reach(1, 900)
-    os.kill(run.pid("engine-policy-0-00000-00001"), signal.SIGKILL)
+    ranks = ["engine-policy-0-00000-00001", "engine-policy-0-00000-00000"]
+    for step, rank in zip((1, 3), ranks, strict=True):
+        run.reach(step, 1500)
+        os.kill(run.pid(rank), signal.SIGKILL)
     summary = finished(run)
-    assert summary["cells"]["healed"] >= 1
-    assert run.metrics()[-1]["step"] == 4
+    assert summary["cells"]["healed"] >= 2
+    assert run.metrics()[-1]["step"] == 8
+    first, second = (starts(run, rank) for rank in ranks)
+    assert first == second and len(first) >= 3
 
 
 def test_an_engine_that_dies_at_load_ends_the_run_with_its_error_and_the_likely_cause(real_run, tmp_path):

@@ -16,10 +16,10 @@ import health
 import window
 
 PARTS = {
-    "healing": lambda run_dir: healing.measure(run_dir),
-    "window": lambda run_dir: asyncio.run(window.measure(run_dir)),
-    "generate": lambda run_dir: asyncio.run(generate.measure(run_dir)),
-    "health": lambda run_dir: asyncio.run(health.measure(run_dir)),
+    "healing": lambda run_dir, options: healing.measure(run_dir),
+    "window": lambda run_dir, options: asyncio.run(window.measure(run_dir)),
+    "generate": lambda run_dir, options: asyncio.run(generate.measure(run_dir)),
+    "health": lambda run_dir, options: asyncio.run(health.measure(run_dir, sglang=options.sglang)),
 }
 ROWS = (
     ("engine_out_s", "a killed engine is out of the router", "s", "<=", 2.0),
@@ -32,6 +32,8 @@ ROWS = (
     ("bare_cpu_us", "CPU of the bare client, a request", "us", "", None),
     ("client_cpu_us", "CPU of the generate client, a request", "us", "", None),
     ("health_share", "health traffic, of an idle engine's core", "", "<=", 0.01),
+    ("sglang_engine_idle_share", "what an idle SGLang uses of a core by itself", "", "", None),
+    ("sglang_health_share", "health traffic, of an idle SGLang's core", "", "<=", 0.01),
 )
 
 
@@ -43,14 +45,15 @@ def table(found):
     for name, text, unit, relation, goal in ROWS:
         if name not in found:
             continue
-        value, worst = found[name], found.get(f"{name.rpartition('_')[0]}_worst_{unit}")
+        stem, _, kind = name.rpartition("_")
+        value, worst = found[name], found.get(f"{stem}_worst_{kind}")
         met = goal is None or (value <= goal if relation == "<=" else value >= goal)
         if not met:
             missed.append(name)
         verdict = "" if goal is None else "met" if met else "missed"
         shown = f"{value:.3g} {unit}".strip()
         print(
-            f"| {text} | {shown} | {'' if worst is None else f'{worst:.3g} {unit}'} "
+            f"| {text} | {shown} | {'' if worst is None else f'{worst:.3g} {unit}'.strip()} "
             f"| {'' if goal is None else f'{relation} {goal:g} {unit}'.strip()} | {verdict} |"
         )
     return missed
@@ -60,6 +63,7 @@ def main():
     parser = argparse.ArgumentParser(prog="bench-inference", description="What the inference plane costs, and how fast")
     parser.add_argument("--json", action="store_true", help="the last line is all figures as JSON")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--sglang", action="store_true", help="health also on the real SGLang of tools/sglang-cpu")
     options = parser.parse_args()
     wanted = options.only.split(",")
     unknown = [name for name in wanted if name not in PARTS]
@@ -69,7 +73,7 @@ def main():
     found = {}
     for name in wanted:
         with tempfile.TemporaryDirectory(prefix="bench-inference-") as directory:
-            found |= PARTS[name](Path(directory))
+            found |= PARTS[name](Path(directory), options)
         print(f"{name}: done, load {os.getloadavg()[0]:.1f}", flush=True)
     missed = table(found)
     print(f"missed: {', '.join(missed) or 'nothing'}")

@@ -15,7 +15,7 @@ from miles_hpc.train.make_model import make_model
 cases = sys.modules["sglang_contract"]
 globals().update({name: case for name, case in vars(cases).items() if name.startswith("test_")})
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
