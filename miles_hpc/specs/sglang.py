@@ -45,9 +45,8 @@ def sglang_command(
         "random_seed": config.seed + first_engine + ctx.cell_index,
         # At `info` the start-up line prints every argument, the key from its file included.
         "log_level": "warning",
-        # The health watch reads the metrics; long answers are streamed in pieces of this many tokens.
-        "enable_metrics": True,
-        "stream_interval": 8,
+        "enable_metrics": True,  # the health watch reads them
+        "stream_interval": stream_interval(config.rollout.max_response_tokens),
     }
     if (tensor := tensor_parallel(gpus, nodes, arguments)) > 1:
         given["tensor_parallel_size"] = tensor
@@ -76,6 +75,15 @@ def sglang_command(
         *(("--config", str(sglang_config_path(Path(ctx.run_dir), ctx.attempt))) if inference.keyed else ()),
         *server_arguments(given),
     ]
+
+
+def stream_interval(most_tokens: int) -> int:
+    """Tokens between two events of a streamed answer.
+
+    Each event holds the whole answer so far, so that many events of a long one cost far more than the answer; few
+    would leave a client in silence for so long that it takes the engine for lost (`inference.streams`).
+    """
+    return max(8, min(64, most_tokens // 128))
 
 
 def pipeline_parallel(arguments: Mapping[str, Any]) -> int:

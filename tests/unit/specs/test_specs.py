@@ -169,6 +169,12 @@ def test_the_real_sglang_gets_server_arguments_by_field_name():
     assert (env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"], env["NCCL_CUMEM_ENABLE"]) == ("0", "0")
 
 
+@pytest.mark.parametrize(("tokens", "interval"), [(256, 8), (4096, 32), (8192, 64), (65536, 64)])
+def test_long_answers_are_streamed_in_larger_pieces(tokens, interval):
+    spec = specs_of("inference.engine=sglang", f"rollout.max_response_tokens={tokens}")["engine"]
+    assert f"--stream-interval={interval}" in spec.launch_command(context(http=1, nccl=2))
+
+
 @pytest.mark.parametrize(("own", "tensor", "ranks"), [((), 2, 4), (("inference.sglang.tp=1",), 1, 2)])
 def test_the_stages_of_an_engine_share_its_gpus(own, tensor, ranks):
     spec = specs_of("inference.engine=sglang", "inference.gpus_per_engine=4", "inference.sglang.pp-size=2", *own)[
