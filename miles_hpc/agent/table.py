@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -361,7 +361,7 @@ class WorkerTable:
             self._watches.stalls.add(row.worker, row.generation, row.around.progress.read, row.probe.stall)
         parts = [pid for pid in self._supervisor.pids(row.worker) if pid != row.pid] if row.essential else []
         found = self._watches.essentials.add(row.worker, row.generation, parts, row.essential)
-        more = {"essential": found} if row.essential else {}
+        more: dict[str, Any] = {"essential": found} if row.essential else {}
         self._log.write("worker_ready", worker=row.worker, generation=str(row.generation), **more)
         self._send(WorkerReady(worker=row.worker, generation=row.generation))
 
