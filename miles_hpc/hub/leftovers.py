@@ -26,6 +26,7 @@ def patience(core: Core, cell: Cell | None) -> float:
 def watch(core: Core) -> None:
     """Say which workers do not end, and do what can be done without them."""
     if core.outcome is not None or core.recovering is not None or not core.standing.acts:
+        core.leftovers.clear()  # a worker may have ended with nobody to tell: the wait begins anew
         return
     _look(core)
     for (node, worker, generation), leftover in core.leftovers.items():
@@ -36,17 +37,17 @@ def watch(core: Core) -> None:
 
 
 def _look(core: Core) -> None:
-    """A node that is silent is judged by its silence; and what its agent does not list any more has ended."""
+    """A node that is not heard is judged by its silence; and what its agent does not list any more has ended."""
     found: dict[tuple[str, str, Generation], Leftover] = {}
     for node in core.nodes.values():
-        if node.strays and node.condition != "dead" and not node.left:
+        if node.strays and node.condition == "alive" and not node.left:
             for stray, generation in node.strays.items():
                 found[node.id, stray, generation] = Leftover(node.stray_pids.get(stray, 0), core.now)
     for name in core.stopping:
         cell = core.cells[name]
         for worker in cell.workers:
             node = core.nodes[worker.node]
-            if not worker.gone and node.condition != "dead":
+            if not worker.gone and node.condition == "alive":
                 found[node.id, worker.id, cell.generation] = Leftover(worker.pid, core.now)
     core.leftovers = {key: core.leftovers.get(key, leftover) for key, leftover in found.items()}
 

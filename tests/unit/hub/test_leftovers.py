@@ -2,6 +2,7 @@
 
 import pytest
 
+from miles_hpc.config.timing import Timing
 from miles_hpc.hub.core import FENCE_SLACK_S
 from miles_hpc.hub.healing import UNCOMMITTED
 from miles_hpc.wire.ids import Generation
@@ -227,6 +228,39 @@ def test_a_hub_that_stood_still_does_not_count_that_time(fleet, pool):
     assert not told(f)
     f.pass_time(4)
     assert told(f)
+
+
+@pytest.mark.parametrize("whose", ["the_others", "its_own"])
+def test_time_of_a_partition_does_not_count(fleet, pool, whose):
+    f = fleet(pool("engine", state="stateful"), nodes=3, timing=Timing(replace_timeout=60.0))
+    agent = stuck(f)
+    f.pass_time(patience(f) + 2)
+    others = [other for other in f.agents if other is not agent]
+    cut_off = others if whose == "the_others" else [agent, others[0]]
+    for other in cut_off:
+        other.silent = True
+    f.pass_time(80)
+    assert not f.core.standing.acts and not f.core.leftovers
+    for other in cut_off:
+        f.resume(other.index)
+    f.pass_time(50)
+    assert f.core.standing.acts and f.core.drain is None and not f.verdicts
+    f.pass_time(15)
+    assert f.verdicts[0].outcome == "drained"
+
+
+def test_time_in_which_its_node_is_suspect_does_not_count(fleet, pool):
+    f = fleet(pool("engine"), nodes=3)
+    agent = stuck(f)
+    f.pass_time(patience(f) - 6)
+    agent.silent = True
+    f.pass_time(f.timing.suspect + 2)
+    assert f.core.nodes[agent.node].condition == "suspect" and not f.core.leftovers
+    f.resume(agent.index)
+    f.pass_time(10)
+    assert not told(f)
+    f.pass_time(patience(f))
+    assert len(told(f)) == 1
 
 
 def test_the_order_to_stop_is_repeated_to_an_agent_that_still_lists_it(fleet, pool):
