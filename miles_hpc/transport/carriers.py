@@ -48,15 +48,21 @@ class _Held:
         self.segment = segment
         self.nbytes = packing.nbytes
         self.memory = segment.memory[: packing.nbytes]
-        self._writing: Iterator[int] | None = packing.writing(self.memory)
+        self._packing: Packing | None = packing
+        self._writing: Iterator[int] = packing.writing(self.memory)
         self._written = 0
 
     def write(self, upto: int) -> None:
         """Lay out at least the first `upto` bytes."""
-        while self._writing is not None and self._written < min(upto, self.nbytes):
-            self._written = next(self._writing, self.nbytes)
+        while self._packing is not None and self._written < min(upto, self.nbytes):
+            try:
+                self._written = next(self._writing, self.nbytes)
+            except BaseException:
+                # What has raised is at its end: asked again, it would say that nothing is left to write.
+                self._writing, self._written = self._packing.writing(self.memory), 0
+                raise
         if self._written >= self.nbytes:
-            self._writing = None  # lets go of what it was written from
+            self._packing, self._writing = None, iter(())  # lets go of what it was written from
 
 
 class Outbox:

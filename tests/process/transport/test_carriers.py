@@ -122,7 +122,7 @@ def test_a_parcel_for_another_node_is_laid_out_while_it_is_pulled(outbox):
         columns, _ = read_parcel("test", inbox.fetch(ref, 20))
         np.testing.assert_array_equal(columns["values"], np.concatenate(parts))
         inbox.close()
-    assert outbox._held[ref.id]._writing is None
+    assert outbox._held[ref.id]._packing is None
     with pytest.raises(SegmentUnreachable, match="for one of another node"):
         Inbox("shm").fetch(ref, 1)
     outbox.release(ref)
@@ -226,6 +226,33 @@ def test_a_parcel_that_cannot_be_laid_out_ends_its_own_connection_only(outbox, m
     assert peer.socket.recv(1) == b""
     peer.close()
     assert Inbox("tcp").fetch(good, 10)
+
+
+def test_a_layout_that_failed_in_the_middle_is_begun_anew_and_never_taken_for_whole(outbox):
+    class FailsOnce(Packing):
+        failed = False
+
+        def writing(self, into, step=PART):
+            for count, written in enumerate(super().writing(into, step)):
+                if count == 3 and not self.failed:
+                    self.failed = True
+                    raise MemoryError("no room")
+                yield written
+
+    old = outbox.offer(packing(np.full(PART, 7)))
+    outbox.release(old)  # its memory is the next one's
+    values = np.arange(PART, dtype=np.int32)
+    ref = outbox.offer(FailsOnce("test", {"values": values}, {"number": 1}), remote=True)
+    inbox = Inbox()
+    memory = inbox.fetch(ref, 60)
+    np.testing.assert_array_equal(read_parcel("test", memory)[0]["values"], values)
+    assert inbox._client.connections == 2
+    inbox.close()
+    # Also when it is asked for by its last part alone.
+    again = outbox.offer(FailsOnce("test", {"values": values}, {"number": 1}), remote=True)
+    with pytest.raises(MemoryError):
+        outbox.memory(again)
+    np.testing.assert_array_equal(read_parcel("test", outbox.memory(again))[0]["values"], values)
 
 
 def test_a_consumer_that_does_not_read_holds_nobody_up_and_gets_no_more_than_its_credits(outbox):
