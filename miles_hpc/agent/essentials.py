@@ -1,7 +1,7 @@
 """Do the processes live that a worker cannot live without?
 
 When one has died, the worker's first process may answer on for seconds. Only those count that lived when the worker
-became ready, and whose command line says that they are such: what it starts in passing, or later, ends as it likes.
+became ready, and whose own command line says that they are such: what it starts in passing, or later, ends as it likes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Essentials:
         for pid in pids if texts else ():
             process, line = procfs.read_process(pid), procfs.command_line(pid)
             text = next((text for text in texts if text in line), None)
-            if process is None or text is None:
-                continue
+            if process is None or text is None or line == procfs.command_line(process.ppid):
+                continue  # what was forked shows its parent's command line, until it executes another program if ever
             pidfd = _pidfd_of(process)
             if pidfd is not None:
                 name = line[line.index(text) :][:_NAME_LIMIT].strip()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.agent import essentials
+from miles_hpc.agent import essentials, procfs
 from miles_hpc.agent.essentials import LOOK_S, SETTLE_S, Essentials
 from miles_hpc.agent.probes import Finding
 from miles_hpc.wire.ids import Generation
@@ -22,6 +22,16 @@ pytestmark = pytest.mark.unit
 
 W, G = "engine-00000-00000", Generation(1, 1)
 WAIT = "import sys; print(flush=True); sys.exit(int(sys.stdin.readline() or 0))"
+
+
+FORK = """
+import os, signal, sys
+child = os.fork()
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+sys.stdin.readline()
+"""
 
 
 class Clock:
@@ -38,13 +48,15 @@ class Parts:
         self.clock = Clock()
         self.watch = Essentials(self.clock)
         self.processes: list[subprocess.Popen[str]] = []
+        self.said = 0
+        """What the last one that was started has printed."""
 
-    def start(self, name: str) -> subprocess.Popen[str]:
+    def start(self, name: str, program: str = WAIT) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", WAIT, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.processes.append(process)
-        process.stdout.readline()
+        self.said = int(process.stdout.readline().strip() or 0)
         return process
 
     def add(self, *texts: str) -> list[str]:
@@ -129,6 +141,25 @@ def test_others_and_later_ones_end_as_they_like(parts):
         process.wait()
     parts.clock.now += LOOK_S
     assert parts.advance() == []
+
+
+def test_what_an_essential_one_has_forked_ends_as_it_likes(parts):
+    parent = parts.start("part::one", FORK)
+    try:
+        assert procfs.command_line(parts.said) == procfs.command_line(parent.pid)
+        (found,) = parts.watch.add(W, G, [parts.said, parent.pid], ("part::",))
+        assert f"(pid {parent.pid})" in found
+    finally:
+        os.kill(parts.said, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while procfs.read_process(parts.said) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for _ in range(2):
+        parts.clock.now += LOOK_S
+        assert parts.advance() == []
+    parent.kill()
+    assert parts.verdict().signal == signal.SIGKILL
 
 
 def test_a_worker_that_is_stopped_or_has_ended_before_the_verdict_is_not_judged(parts):
