@@ -160,11 +160,16 @@ class BulkServer:
             self._selector.unregister(self._listener)
             self._accepts_from = time.monotonic() + 1.0
             return
-        socket.setblocking(False)
-        _prepare(socket)
-        peer = _Peer(socket, time.monotonic() + _PROVE_S)
+        try:
+            socket.setblocking(False)
+            _prepare(socket)
+            peer = _Peer(socket, time.monotonic() + _PROVE_S)
+            self._selector.register(socket, selectors.EVENT_READ, peer)
+        except Exception as error:  # a connection that is reset already, or no memory: as in `_turn`
+            log.warning("%s cannot serve a connection: %r", self.address.netloc, error)
+            socket.close()
+            return
         self._peers.add(peer)
-        self._selector.register(socket, selectors.EVENT_READ, peer)
         self._say(peer, NONCE, peer.nonce)
         self._turn(peer, 0)
 

@@ -228,6 +228,21 @@ def test_a_parcel_that_cannot_be_laid_out_ends_its_own_connection_only(outbox, m
     assert Inbox("tcp").fetch(good, 10)
 
 
+@pytest.mark.parametrize("step", ["_prepare", "os.urandom"])
+def test_a_connection_that_cannot_be_taken_in_ends_alone(outbox, monkeypatch, caplog, step):
+    def fail(*_):
+        raise OSError(22, "Invalid argument")
+
+    ref = outbox.offer(packing([1]))
+    with monkeypatch.context() as broken:
+        broken.setattr(f"miles_hpc.transport.bulk.{step}", fail)
+        peer = socket.create_connection((outbox.address.host, outbox.address.port), 20)
+        assert peer.recv(1) == b""
+        peer.close()
+    assert "cannot serve a connection: OSError" in caplog.text
+    assert Inbox("tcp").fetch(ref, 10)
+
+
 def test_a_layout_that_failed_in_the_middle_is_begun_anew_and_never_taken_for_whole(outbox):
     class FailsOnce(Packing):
         failed = False
