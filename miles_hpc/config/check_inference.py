@@ -148,7 +148,7 @@ def _parallelism(config: Config, where: str, plan: Any) -> Found:
         nodes: int = own_nodes or plan.nodes_per_engine or inference.nodes_per_engine
         given = {**inference.sglang, **plan.sglang, **own}
         arguments = {key.replace("-", "_"): value for key, value in given.items()}
-        names = [name for name in ("tensor_parallel_size", "tp_size", "tp") if name in arguments]
+        names = [name for name in arguments if name in ("tensor_parallel_size", "tp_size", "tp")]
         if inference.engine != "sglang":
             if nodes > 1:
                 yield (
@@ -156,19 +156,19 @@ def _parallelism(config: Config, where: str, plan: Any) -> Found:
                     f'{where}.nodes_per_engine = {nodes} needs inference.engine = "sglang"',
                 )
             continue
-        ranks, slots = arguments[names[0]] if names else 0, gpus * nodes
+        ranks, slots = arguments[names[-1]] if names else 0, gpus * nodes
         if isinstance(ranks, bool) or not isinstance(ranks, int):
-            key = f"{where}.sglang.{names[0]}"
+            key = f"{where}.sglang.{names[-1]}"
             yield ((key,), f"{key} = {ranks!r}: expected the number of ranks of an engine")
             continue
-        pp = next((name for name in ("pipeline_parallel_size", "pp_size") if name in arguments), "")
+        pp = next((name for name in reversed(arguments) if name in ("pipeline_parallel_size", "pp_size")), "")
         stages = arguments[pp] if pp else 1
         key = f"{where}.sglang.{pp}"
         if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
             yield ((key,), f"{key} = {stages!r}: expected the number of stages of an engine, 1 or more")
             continue
         if slots and (slots % stages or (names and ranks > 0 and slots % (ranks * stages) and not slots % ranks)):
-            beside = f" with {names[0]} = {ranks}" if names else ""
+            beside = f" with {names[-1]} = {ranks}" if names else ""
             yield (
                 (key, "inference.gpus_per_engine"),
                 f"{key} = {stages}{beside} does not divide the {slots} GPUs of an engine "
@@ -176,15 +176,15 @@ def _parallelism(config: Config, where: str, plan: Any) -> Found:
             )
         if names and (ranks < 1 or (slots and slots % ranks)):
             yield (
-                (f"{where}.sglang.{names[0]}", "inference.gpus_per_engine"),
-                f"{where}.sglang.{names[0]} = {ranks} does not divide the {slots} GPUs of an engine "
+                (f"{where}.sglang.{names[-1]}", "inference.gpus_per_engine"),
+                f"{where}.sglang.{names[-1]} = {ranks} does not divide the {slots} GPUs of an engine "
                 f"(inference.gpus_per_engine = {gpus} x inference.nodes_per_engine = {nodes}): "
                 f"set it to a divisor, or leave it out for {slots}",
             )
         if nodes > 1 and ranks and ranks % nodes:
             yield (
-                (f"{where}.sglang.{names[0]}", "inference.nodes_per_engine"),
-                f"{where}.sglang.{names[0]} = {ranks} does not divide into inference.nodes_per_engine = {nodes} "
+                (f"{where}.sglang.{names[-1]}", "inference.nodes_per_engine"),
+                f"{where}.sglang.{names[-1]} = {ranks} does not divide into inference.nodes_per_engine = {nodes} "
                 f"nodes: set it to a multiple of {nodes}",
             )
 

@@ -33,8 +33,20 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def damage(directory: Path) -> str:
-    """What is wrong with a directory's safetensors files by their headers and sizes; empty when nothing is seen."""
-    for path in sorted(directory.glob("*.safetensors")):
+    """What is wrong with a directory's weights by its index and the headers and sizes of its safetensors files; empty
+    when nothing is seen.
+
+    Of files that an index names, only those matter: engines load no others. A directory without safetensors files has
+    its weights in another form, whatever index was left in it.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    form = "model.safetensors" if files else "pytorch_model.bin"
+    named = _named_in(directory / f"{form}.index.json")
+    if missing := sorted(name for name in named if not (directory / name).is_file()):
+        return f"{', '.join(missing[:_NAMED])} of its index is missing: copy it there"
+    for path in files:
+        if named and path.name not in named:
+            continue
         try:
             tensors, start = _header(path)
             expected = start + max((one["data_offsets"][1] for one in tensors.values()), default=0)
@@ -43,12 +55,14 @@ def damage(directory: Path) -> str:
             return f"{path.name} has no header that can be read: it was cut off, or is no safetensors file"
         if size != expected:
             return f"{path.name} has {size} bytes where its header says {expected}: it was cut off, copy it again"
+    return ""
+
+
+def _named_in(index: Path) -> set[str]:
     try:
-        shards = json.loads((directory / "model.safetensors.index.json").read_bytes())["weight_map"].values()
-        missing = sorted(name for name in set(shards) if not (directory / name).is_file())
+        return set(json.loads(index.read_bytes())["weight_map"].values())
     except _UNREADABLE:
-        return ""
-    return f"{', '.join(missing[:_NAMED])} of its index is missing: copy it there" if missing else ""
+        return set()
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

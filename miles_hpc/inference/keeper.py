@@ -25,7 +25,7 @@ from miles_hpc.inference.engine_api import (
 )
 from miles_hpc.inference.published import PublishedFile
 from miles_hpc.inference.router_api import RouterApi, RouterError, RouterTooOld
-from miles_hpc.inference.weights import load_from_disk
+from miles_hpc.inference.weights import load_from_disk, verify_label
 from miles_hpc.inference.windows import EngineInfo
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import CellAddrs
@@ -337,6 +337,8 @@ class EngineKeeper:
             await api.resume()
             if await self._end_session(api):
                 raise EngineError(f"{engine.url}: somebody still sends it weights")
+            # A sender that ended its session itself meanwhile has left its own label, over parts of two weights.
+            await verify_label(api, version)
         except (EngineError, asyncio.TimeoutError) as error:
             reason = f"did not continue after an aborted weight window: {error or 'no answer in time'}"
             self._apply(self.state.on_failed(engine, reason))

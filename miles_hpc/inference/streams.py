@@ -22,7 +22,8 @@ from miles_hpc.wire.ids import Generation
 IDLE_S = 30.0
 """Silence after which the engines are asked whether one of them has a reason for it."""
 SUSPECT_S = 5.0
-"""Silence after which a request is given up once any engine has left the address book."""
+"""Silence after which a request is given up once any engine has left the address book; twice the longest pause that its
+stream has made, if that is longer."""
 _LOOK_S = 1.0
 _ASK_TIMEOUT_S = 5.0
 _QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
@@ -51,7 +52,7 @@ async def read_answer(response: aiohttp.ClientResponse, pulse: Waiting) -> tuple
     _acknowledge(response)
     buffer, last, ended, content = b"", b"", False, response.content
     while piece := await content.readany():
-        pulse.at = time.monotonic()
+        pulse.beat()
         # An end of an event may lie across two pieces.
         searched = max(0, len(buffer) - 1)
         buffer = buffer + piece if buffer else piece
@@ -92,7 +93,7 @@ class Waiting:
         asyncio.TimeoutError: its deadline passed.
     """
 
-    __slots__ = ("_task", "_watch", "at", "deadline", "gone_at", "url", "verdict")
+    __slots__ = ("_begun", "_task", "_watch", "at", "deadline", "gone_at", "pause", "url", "verdict")
 
     def __init__(self, watch: SilenceWatch, url: str, deadline: float) -> None:
         self._watch = watch
@@ -100,6 +101,9 @@ class Waiting:
         self.deadline = deadline
         self.at = time.monotonic()
         """When something last came."""
+        self._begun = False
+        self.pause = 0.0
+        """The longest time between two things that came; what came first may have waited in a queue."""
         self.gone_at = 0.0
         """When an engine left the address book after that; earlier than `at`: none did."""
         self.verdict: BaseException | None = None
@@ -110,6 +114,13 @@ class Waiting:
         self._task = task
         self._watch.enter(self)
         return self
+
+    def beat(self) -> None:
+        """Something came."""
+        now = time.monotonic()
+        if self._begun:
+            self.pause = max(self.pause, now - self.at)
+        self._begun, self.at = True, now
 
     def give_up(self, verdict: BaseException) -> None:
         """End it with `verdict`; a request that ended already is left alone."""
@@ -204,7 +215,7 @@ class SilenceWatch:
                 one.give_up(Withdrawn())
             elif one_left and one.gone_at <= one.at:
                 one.gone_at = now
-            elif one.gone_at > one.at and now - one.gone_at >= self._suspect_s:
+            elif one.gone_at > one.at and now - one.gone_at >= max(self._suspect_s, 2 * one.pause):
                 text = f"nothing came for {now - one.at:.0f} s, and an engine left the address book"
                 one.give_up(Silent(text))
             silent = silent or now - one.at >= self._idle_s

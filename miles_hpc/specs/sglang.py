@@ -88,15 +88,19 @@ def stream_interval(most_tokens: int) -> int:
 
 def pipeline_parallel(arguments: Mapping[str, Any]) -> int:
     """Stages of an engine that follow each other."""
-    fields = {name.replace("-", "_"): value for name, value in arguments.items()}
-    return int(next((fields[name] for name in PIPELINE_PARALLEL if name in fields), 1))
+    return int(_last_of(PIPELINE_PARALLEL, arguments) or 1)
 
 
 def tensor_parallel(gpus: int, nodes: int, arguments: Mapping[str, Any]) -> int:
     """Ranks that share each layer: what the arguments say, or the GPUs of all nodes, divided among the stages."""
-    fields = {name.replace("-", "_"): value for name, value in arguments.items()}
-    own = next((fields[name] for name in TENSOR_PARALLEL if name in fields), None)
+    own = _last_of(TENSOR_PARALLEL, arguments)
     return int(own) if own is not None else max(1, max(1, gpus) * nodes // pipeline_parallel(arguments))
+
+
+def _last_of(names: tuple[str, ...], arguments: Mapping[str, Any]) -> Any:
+    """Of several spellings SGLang takes the last one: a group's own comes after that of all groups."""
+    given = [value for name, value in arguments.items() if name.replace("-", "_") in names]
+    return given[-1] if given else None
 
 
 def sglang_env(config: Config) -> dict[str, str]:
@@ -112,7 +116,8 @@ def sglang_env(config: Config) -> dict[str, str]:
 def _by_field(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Flags spelled with hyphens, and SGLang's short names, become the field's name."""
     fields = {name.replace("-", "_"): value for name, value in arguments.items()}
-    return {TENSOR_PARALLEL[0] if name in TENSOR_PARALLEL else name: value for name, value in fields.items()}
+    short = {name: names[0] for names in (TENSOR_PARALLEL, PIPELINE_PARALLEL) for name in names}
+    return {short.get(name, name): value for name, value in fields.items()}
 
 
 def server_arguments(given: Mapping[str, Any]) -> list[str]:

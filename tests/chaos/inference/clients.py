@@ -39,7 +39,11 @@ class Book(threading.Thread):
             if status is None:
                 continue
             hosts = {node.node: node.address for node in status.nodes}
-            living = [cell for cell in status.cells if cell.state in ("starting", "ready") and cell.workers]
+            living = [
+                cell
+                for cell in status.cells
+                if cell.state in ("starting", "ready") and cell.workers and cell.node in hosts
+            ]
             ports = {cell.cell: (cell, hosts[cell.node], cell.workers[0].ports) for cell in living}
             self.engines = {
                 (cell.cell, cell.generation): f"http://{host}:{port['http']}"

@@ -113,3 +113,20 @@ def test_files_that_are_cut_off_missing_or_no_safetensors_are_named(tmp_path):
     assert damage(tmp_path) == "c.safetensors of its index is missing: copy it there"
     index.write_text("[]")
     assert damage(tmp_path) == ""
+
+
+def test_only_what_an_engine_would_load_is_looked_at(tmp_path):
+    from numpy import zeros
+    from safetensors.numpy import save_file
+
+    index, old = tmp_path / "model.safetensors.index.json", tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    (tmp_path / "pytorch_model-1.bin").write_bytes(b"pickled")
+    assert damage(tmp_path) == "", "weights of the old form, and an index that was left behind"
+    old.write_text(json.dumps({"weight_map": {"x": "pytorch_model-1.bin", "y": "pytorch_model-2.bin"}}))
+    assert damage(tmp_path) == "pytorch_model-2.bin of its index is missing: copy it there"
+    save_file({"x": zeros(2, "float32")}, tmp_path / "a.safetensors")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert damage(tmp_path) == "", "no engine loads a file that the index does not name"
+    index.unlink()
+    assert damage(tmp_path).startswith("consolidated.safetensors has no header that can be read")

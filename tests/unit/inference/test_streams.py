@@ -13,6 +13,8 @@ from miles_hpc.inference.generate import GenerateClient, GenerateRejected, Reque
 from miles_hpc.inference.http_session import open_http
 from miles_hpc.wire.ids import Generation
 
+from .fleet import until
+
 pytestmark = pytest.mark.unit
 
 SAMPLING = SamplingParams(max_new_tokens=3)
@@ -183,6 +185,21 @@ def test_when_an_engine_leaves_only_requests_that_stay_silent_are_drawn_again(ma
     slow = [0.3, "part", 0.3, "part", 0.3, "part", 0.3, "part", 0.3, "part", "whole", "done"]
     scripts = [["part", 60], slow, ["whole", "done"]]
     assert run(make_answer, scripts, scenario) == ([3, 2, 1], [6, 5, 4], 3)
+
+
+def test_when_an_engine_leaves_a_stream_that_has_always_been_slow_is_left_alone(make_answer, monkeypatch):
+    monkeypatch.setattr("miles_hpc.inference.streams._LOOK_S", 0.05)
+
+    async def scenario(peer, http):
+        book = {ENGINE: peer.url, ("engine-policy-0-00001", Generation(1, 1)): "http://127.0.0.1:9"}
+        client = GenerateClient(lambda: peer.url, http, 100, engines=lambda: book)
+        client._watch._suspect_s = 0.2
+        slow = asyncio.ensure_future(client.generate([1, 2, 3], SAMPLING, deadline_s=20))
+        await until(lambda: any(one.pause for one in client._watch._in_flight), 20)
+        del book[("engine-policy-0-00001", Generation(1, 1))]
+        return (await slow).token_ids, peer.requests
+
+    assert run(make_answer, [["part", 0.8, "part", 0.8, "whole", "done"]], scenario) == ([3, 2, 1], 1)
 
 
 @pytest.mark.parametrize(("ready", "waiting"), [(503, 0), (200, 2)], ids=["paused", "queue"])

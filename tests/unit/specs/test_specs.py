@@ -181,9 +181,19 @@ def test_the_stages_of_an_engine_share_its_gpus(own, tensor, ranks):
         "engine"
     ]
     argv = spec.launch_command(context(http=1, nccl=2))
-    assert "--pp-size=2" in argv
+    assert "--pipeline-parallel-size=2" in argv
     assert [word for word in argv if word.startswith("--tensor-parallel-size")] == [f"--tensor-parallel-size={tensor}"]
     assert spec.meta(0)["ranks"] == ranks and spec.scheduling.num_gpus_per_worker == 4
+
+
+def test_a_group_s_own_spelling_wins_over_that_of_all_groups():
+    spec = specs_of(
+        *("inference.engine=sglang", "inference.gpus_per_engine=4", "inference.sglang.tensor_parallel_size=4"),
+        "inference.groups=[{sglang={tp_size=2}}]",
+    )["engine"]
+    argv = spec.launch_command(context(http=1, nccl=2))
+    assert [word for word in argv if word.startswith("--tensor-parallel-size")] == ["--tensor-parallel-size=2"]
+    assert spec.meta(0)["ranks"] == 2
 
 
 def test_keys_lie_in_a_file_and_never_in_argv_or_environment():
