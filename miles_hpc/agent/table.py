@@ -380,10 +380,11 @@ class WorkerTable:
 
     def on_ended(self, ended: Exit, *, by_slurm: bool) -> None:
         """The first process of a worker has ended by itself: the hub hears of it before the rest of it is gone."""
+        # The rest of it is killed now, which is no finding.
+        self._watches.remove(ended.name)
         if ended.signal in _STOPS or (ended.exit_code or 0) - 128 in _STOPS:
             return  # Slurm signals one process after the other: the agent's own signal may be about to explain this
         row = self._rows[ended.name]
-        self._watches.remove(row.worker)
         row.state = "stopping"
         row.ended = self._report_of(row, ended, by_slurm=by_slurm)
         self._send(msgspec.structs.replace(row.ended, gone=False))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
+import subprocess
 import sys
 import threading
 import time
@@ -86,10 +88,12 @@ class Node:
         self.ports = Ports("127.0.0.9", run_id="r", attempt=0, node="n", locks=PortLocks(str(tmp_path)))
         self.scratch = Scratch("k", {"TMPDIR": str(tmp_path)})
         self.log = JsonLog(tmp_path / "agent.jsonl", "node-00000")
+        self.now = 0.0
+        self.watches = Watches(lambda: self.now)
         self.table = WorkerTable(
             self.supervisor,  # type: ignore[arg-type]
             self.ports,
-            Watches(lambda: 0.0),
+            self.watches,
             NodeSurroundings(
                 LogFiles(tmp_path / "local", tmp_path),
                 self.scratch,
@@ -209,6 +213,24 @@ def test_one_that_slurm_has_ended_is_no_loss(node):
     node.table.on_finding(Finding(W, g(1), "process_lost", "why"), by_slurm=True)
     assert [message.cause for message in node.took()] == ["stopped_by_slurm"]
     assert node.supervisor.stopped == [(W, "stopped_by_slurm", "why", 0.0)]
+
+
+@pytest.mark.parametrize("how", [{"signal": 15, "exit_code": None}, {"exit_code": 143}, {"exit_code": 1}])
+def test_one_whose_first_process_has_ended_loses_the_others_to_the_agents_own_kill(node, monkeypatch, how):
+    part = subprocess.Popen([sys.executable, "-c", "input()", "part::one"], stdin=subprocess.PIPE)
+    try:
+        monkeypatch.setattr(node.supervisor, "pids", lambda name: [4242, part.pid])
+        node.start(essential_processes=["part::"])
+        assert node.watches.essentials.next_deadline() < math.inf or node.watches.essentials.filenos()
+        node.took()
+        node.ended(**how)
+    finally:
+        part.kill()
+        part.wait()
+    node.now += 10.0
+    node.watches.advance(set(node.watches.filenos()))
+    node.now += 10.0
+    assert node.watches.advance(set(node.watches.filenos())) == []
 
 
 def test_a_worker_that_is_being_stopped_loses_its_processes_as_it_should(node):
