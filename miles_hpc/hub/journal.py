@@ -64,6 +64,9 @@ def take(core: Core, wall: float) -> Journal:
         return round(wall - (core.now - moment), 1)
 
     drain = core.drain
+    # A cell that waits since the last hub ended has none of this one's.
+    newest = {} if core.recovery is None else dict(core.recovery.newest)
+    newest |= {cell.id: cell.generation for cell in core.cells.values() if cell.generation != NEVER_STARTED}
     return Journal(
         started=at(core.started_at),
         ready=None if core.ready_at is None else at(core.ready_at),
@@ -72,7 +75,7 @@ def take(core: Core, wall: float) -> Journal:
         weight_version=core.weight_version,
         driver_summary=core.driver_summary,
         starts={cell.id: cell.starts for cell in core.cells.values() if cell.starts},
-        generations={cell.id: cell.generation for cell in core.cells.values() if cell.generation != NEVER_STARTED},
+        generations=newest,
         deaths={cell.id: [at(death) for death in cell.deaths] for cell in core.cells.values() if cell.deaths},
         group_deaths={group: [at(death) for death in deaths] for group, deaths in core.group_deaths.items()},
         stopped=[cell.id for cell in core.cells.values() if not cell.wanted],

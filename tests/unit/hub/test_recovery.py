@@ -195,6 +195,22 @@ def test_a_generation_that_the_journal_knows_to_be_superseded_is_not_adopted(fle
     assert f.phases()["engine-00000"] == "ready"
 
 
+@pytest.mark.parametrize("after", ["while_the_tables_come_in", "while_the_cell_waits"])
+def test_what_the_journal_knows_of_generations_outlives_a_hub_that_started_none(fleet, pool, after):
+    f = moved_while_its_node_was_silent(fleet, pool)
+    for agent in f.agents:
+        agent.silent = True
+    f.next_hub()
+    f.pass_time(f.timing.dead + 2 if after == "while_the_cell_waits" else 1)
+    assert (f.core.recovering is None) == (after == "while_the_cell_waits")
+    assert f.phases() == {"engine-00000": "waiting"}
+    f.next_hub()
+    f.agents[0].silent = False
+    f.join(0)
+    f.pass_time(f.timing.dead + 2)
+    assert f.cell("engine-00000").generation == Generation(3, 1) and f.phases()["engine-00000"] == "ready"
+
+
 def test_half_a_cell_is_stopped_and_its_group_starts_anew(fleet, pool):
     f = whole_run(fleet, pool)
     f.next_hub()
