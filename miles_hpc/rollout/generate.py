@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from miles_hpc.engine.chat_tokenizer import ChatTokenizer
     from miles_hpc.inference.generate import GenerateClient, Generation, SamplingParams
+    from miles_hpc.inference.http_session import HttpKeys
     from miles_hpc.session.client import SessionClient
     from miles_hpc.wire.messages import CellAddrs
 
@@ -98,10 +99,23 @@ class Services:
 
     @functools.cached_property
     def http(self) -> aiohttp.ClientSession:
-        """The worker's HTTP client."""
-        from miles_hpc.inference.http_session import http_keys, open_http
+        """The worker's HTTP client; it sends the run's key."""
+        from miles_hpc.inference.http_session import open_http
 
-        return open_http("" if self._run_dir is None else http_keys(self.config, self._run_dir, self._attempt))
+        return open_http(self._keys)
+
+    @property
+    def api_key(self) -> str:
+        """The run's key, for clients that do not use `http`: what an OpenAI client of a session takes as `api_key`. Such
+        clients want a word even where none is asked for.
+        """
+        return self._keys.run or "none"
+
+    @functools.cached_property
+    def _keys(self) -> HttpKeys:
+        from miles_hpc.inference.http_session import HttpKeys, http_keys
+
+        return HttpKeys() if self._run_dir is None else http_keys(self.config, self._run_dir, self._attempt)
 
     @functools.cached_property
     def engine(self) -> GenerateClient:

@@ -39,7 +39,7 @@ class SessionHandle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as its base url, without the trailing `/v1`."""
+        """What an OpenAI client takes as its base url, without the trailing `/v1`; its key is `Services.api_key`."""
         return f"{self.url}/sessions/{self.id}"
 
 

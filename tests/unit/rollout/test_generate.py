@@ -27,6 +27,7 @@ from miles_hpc.session.errors import HistoryDiverged, SessionLost
 from miles_hpc.session.state import SessionSample
 from miles_hpc.transport.batch import RolloutBatch
 from miles_hpc.wire.ids import Generation as CellGeneration
+from miles_hpc.wire.security import create_secrets, load_http_key
 
 pytestmark = pytest.mark.unit
 
@@ -364,3 +365,10 @@ def test_exact_match_ignores_space_around_texts():
 
     assert asyncio.run(score(" 42\n", 42)) == 1.0
     assert asyncio.run(score("4 2", 42)) == 0.0
+
+
+def test_clients_of_one_s_own_get_the_run_s_key_and_a_word_where_there_is_none(tmp_path):
+    create_secrets(tmp_path, 0)
+    config = msgspec.convert({}, Config)
+    assert Services(config, lambda: {}, tmp_path, 0).api_key == load_http_key(tmp_path, 0)
+    assert Services(config, lambda: {}).api_key == "none"
