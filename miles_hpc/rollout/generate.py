@@ -106,8 +106,9 @@ class Services:
 
     @property
     def api_key(self) -> str:
-        """The run's key, for clients that do not use `http`: what an OpenAI client of a session takes as `api_key`. Such
-        clients want a word even where none is asked for.
+        """The run's key, for clients that do not use `http`: what an OpenAI client of a session takes as `api_key`.
+
+        Such clients want a word even where none is asked for.
         """
         return self._keys.run or "none"
 
