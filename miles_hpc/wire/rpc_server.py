@@ -86,14 +86,20 @@ class RpcListener:
             requests += self.wait()
         return requests, True
 
-    def wait(self) -> list[Request]:
-        """Wait for the next message, or `wake`; returns the calls that must be run now."""
+    def wait(self, until: Callable[[], bool] = lambda: False) -> list[Request]:
+        """Wait for the next message, or `wake`; returns the calls that must be run now.
+
+        Args:
+            until: looked at every `_LOOK_UP_S`: a `wake` that got lost costs no more than that.
+        """
         while True:
             try:
                 route = self.socket.recv()
                 break
             except zmq.Again:
-                pass  # a signal that came just before the wait has interrupted nothing: its handler runs now
+                # A signal that came just before the wait has interrupted nothing: its handler runs now.
+                if until():
+                    return []
         frames = receive_frames(self.socket)
         if frames[0] == _WAKE:
             return []
@@ -105,7 +111,7 @@ class RpcListener:
 
     def wake(self) -> None:
         """End a `wait` of another thread, or of the code that a signal has interrupted."""
-        with self._context.socket(zmq.DEALER) as waker, contextlib.suppress(zmq.ZMQError):
+        with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as waker:
             waker.connect(self._wake_address)
             waker.send(_WAKE, NOBLOCK)
 
@@ -320,7 +326,10 @@ class RpcThreadServer:
             self._listener.wake()
 
     def close(self) -> None:
-        """Release the address."""
+        """Release the address, once a running call has ended.
+
+        Not from a handler, or a signal handler of the serving thread, which would wait for itself: `stop` is for those.
+        """
         if self._closed:
             return
         self.stop()
@@ -336,7 +345,7 @@ class RpcThreadServer:
             return
         self._away_since = None
         try:
-            self._requests.extend(self._listener.wait())
+            self._requests.extend(self._listener.wait(lambda: self._stopping))
         finally:
             self._away_since = self._called_at = time.monotonic()
             if not self._standing_by:

@@ -8,6 +8,7 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
+import zmq
 
 from miles_hpc.wire import rpc_server
 from miles_hpc.wire.address import HostAndPort
@@ -494,6 +495,26 @@ def test_a_handler_may_stop_its_own_server(run_dir):
             assert client.call("stop", timeout_s=20) is None
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_a_thread_server_ends_also_when_its_wake_is_lost(run_dir):
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 32)
+    crowd = []
+    with RpcThreadServer(LOCALHOST, {}, run_dir, 1, context=context) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        while server._away_since is not None:
+            time.sleep(0.01)
+        with pytest.raises(zmq.ZMQError):  # no socket is left that could wake it
+            while True:
+                crowd.append(context.socket(zmq.DEALER))
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+        for one in crowd:
+            one.close()
+    context.destroy()
 
 
 def test_a_thread_server_refuses_coroutine_functions(run_dir):
