@@ -7,7 +7,7 @@ import contextlib
 import mmap
 import threading
 
-from miles_hpc.transport.bulk import BulkClient, BulkTimeout
+from miles_hpc.transport.bulk import BulkClient, BulkError, BulkTimeout
 from miles_hpc.transport.carriers import ParcelRef
 from miles_hpc.transport.segments import SegmentMaps, SegmentUnreachable
 from miles_hpc.wire.address import HostAndPort
@@ -53,6 +53,9 @@ class ParcelFetcher:
                 await _in_thread(client, ref.id, memory)
             except BulkTimeout:
                 self._be_silent(ref)
+                raise
+            except BulkError:
+                self._silent.pop(port, None)  # it has answered
                 raise
             self._silent.pop(port, None)
         return memory.toreadonly()

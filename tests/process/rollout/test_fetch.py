@@ -9,7 +9,7 @@ import pytest
 
 from miles_hpc.rollout.fetch import ParcelFetcher
 from miles_hpc.transport.batch import RolloutBatch, SampleArrays
-from miles_hpc.transport.bulk import BulkTimeout
+from miles_hpc.transport.bulk import BulkRefused, BulkTimeout, ParcelGone
 from miles_hpc.transport.carriers import Outbox
 from miles_hpc.wire.address import HostAndPort
 
@@ -73,6 +73,26 @@ def test_a_port_that_was_silent_is_asked_again_once_its_time_is_over(monkeypatch
         # It answers: all is as if it always had, so parcels wait for each other and none is refused.
         monkeypatch.setattr("miles_hpc.rollout.fetch._SILENT_S", 1000.0)
         assert len(await asyncio.gather(fetcher.pull(ref), fetcher.pull(ref))) == 2
+        server.close()
+
+    scenario(monkeypatch, 0.0, body)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_silent_port_that_refuses_a_parcel_is_silent_no_more(monkeypatch, refused):
+    async def body(fetcher, ref, wire):
+        monkeypatch.setattr("miles_hpc.rollout.fetch._PULL_S", 30.0)
+        monkeypatch.setattr("miles_hpc.rollout.fetch._SILENT_S", 1000.0)
+        server = await wire.answer()
+        if refused:  # the port says no to this key; whatever it says, it is there
+            fetcher._silent = {(ref.address, b"another"): 0.0}
+            with pytest.raises(BulkRefused):
+                await fetcher.pull(msgspec.structs.replace(ref, key=b"another"))
+        else:
+            with pytest.raises(ParcelGone):
+                await fetcher.pull(msgspec.structs.replace(ref, id=bytes(16)))
+        assert not fetcher._silent
+        assert RolloutBatch.from_parcel(await fetcher.pull(ref)).token_ids.tolist() == [1, 2]
         server.close()
 
     scenario(monkeypatch, 0.0, body)
