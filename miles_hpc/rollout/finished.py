@@ -40,7 +40,13 @@ def checked_arrays(sample: Sample) -> SampleArrays:
     extra = {name: _numbers(where, name, column, "biuf") for name, column in sample.extra.items()}
     if not _are_spans(sample.versions or (), tokens):
         spans = _numbers(where, "versions", sample.versions or [(0, 0, 0)], "iu")
-        if spans.shape[1:] != (3,) or (spans[:, 1] > spans[:, 2]).any() or spans[:, 2].max() > tokens:
+        if (
+            spans.shape[1:] != (3,)
+            or spans[:, 0].max() >= 2**63
+            or spans[:, 1].min() < 0
+            or (spans[:, 1] > spans[:, 2]).any()
+            or spans[:, 2].max() > tokens
+        ):
             raise InvalidSample(
                 f"{where} has versions {sample.versions!r:.80}; expected (weight version, first token, end token) of "
                 f"its {tokens} tokens"
@@ -105,6 +111,8 @@ def _are_spans(versions: Sequence[Any], tokens: int) -> bool:
     """Whether these are spans of `tokens` tokens in plain numbers; False also where it takes a closer look."""
     for span in versions:
         if type(span) is not tuple or [*map(type, span)] != [int, int, int] or not 0 <= span[1] <= span[2] <= tokens:
+            return False
+        if not -(2**63) <= span[0] < 2**63:
             return False
     return True
 
