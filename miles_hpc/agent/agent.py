@@ -214,12 +214,17 @@ class Agent:
         if self._leaving and not self.table.running() and not self._goodbye_said:
             self._goodbye_said = True
             self._send(Goodbye(reason=self._leaving[0]))
-        for worker in self.supervisor.overdue():
-            pids = [f"{pid} {procfs.command_line(pid)[:80]}" for pid in worker.known]
-            self.log.write("still_not_stopped", "warning", worker=worker.name, processes=pids)
+        self._on_overdue()
         if now >= self._hub_deadline and self.hub.name in self.supervisor.workers:
             self._hub_deadline = math.inf
             self.supervisor.stop(self.hub.name, grace=HUB_GRACE)
+
+    def _on_overdue(self) -> None:
+        for worker in self.supervisor.overdue():
+            pids = [f"{pid} {procfs.command_line(pid)[:80]}" for pid in worker.known]
+            self.log.write("still_not_stopped", "warning", worker=worker.name, processes=pids)
+            if worker.name != self.hub.name:
+                self.table.on_overdue(self.supervisor.exit_of(worker), by_slurm=self._by_slurm())
 
     # ------------------------------------------------------------------------------------------------- hub
     def _beat(self) -> None:

@@ -233,7 +233,7 @@ class Supervisor:
                     worker.status, worker.just_ended = status, True
                     if not worker.stopping:
                         worker.stopping, worker.kill_at = True, now  # what it left behind is killed at once
-                        ended.append(self._exit_of(worker))
+                        ended.append(self.exit_of(worker))
                     worker.kill_at = min(worker.kill_at, now + ORPHAN_GRACE)
                     worker.check_at = now
 
@@ -308,7 +308,7 @@ class Supervisor:
         exits = []
         for worker in due:
             if self._is_gone(worker, mine[worker.name], now):
-                exits.append(self._exit_of(worker))
+                exits.append(self.exit_of(worker))
                 del self.workers[worker.name]
             else:
                 worker.check_at = now + worker.pause
@@ -341,15 +341,15 @@ class Supervisor:
         return True
 
     @staticmethod
-    def _exit_of(worker: Worker) -> Exit:
-        assert worker.status is not None
-        code = os.waitstatus_to_exitcode(worker.status)
+    def exit_of(worker: Worker) -> Exit:
+        """How it ended, or ends: with neither code nor signal while its first process is left."""
+        code = None if worker.status is None else os.waitstatus_to_exitcode(worker.status)
         return Exit(
             name=worker.name,
             generation=worker.generation,
             pid=worker.pid,
-            exit_code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
+            exit_code=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
             killed_by_us=worker.killed,
             cause=worker.cause,
             text=worker.text,

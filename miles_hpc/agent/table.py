@@ -74,7 +74,7 @@ class Row(msgspec.Struct):
     stop: tuple[Cause, str, float | None] = ("stopped", "", None)
     gpu_uuids: list[str] = msgspec.field(default_factory=list)
     ended: WorkerExited | None = None
-    """What the hub was told when its first process had ended."""
+    """What the hub was told of its end before nothing of it was left."""
 
 
 class WorkerTable:
@@ -388,6 +388,16 @@ class WorkerTable:
         row.state = "stopping"
         row.ended = self._report_of(row, ended, by_slurm=by_slurm)
         self._send(msgspec.structs.replace(row.ended, gone=False))
+
+    def on_overdue(self, ending: Exit, *, by_slurm: bool) -> None:
+        """A worker was killed and does not end. If not the hub has begun its stop, the hub hears of it now."""
+        row = self._rows[ending.name]
+        if row.ended is not None or ending.cause == "stopped":
+            return
+        row.state = "stopping"
+        row.ended = self._report_of(row, ending, by_slurm=by_slurm)
+        text = f"{row.ended.text}; it was killed, and has not ended yet".lstrip("; ")
+        self._send(msgspec.structs.replace(row.ended, text=text, gone=False))
 
     def on_exit(self, ended: Exit, *, by_slurm: bool) -> None:
         """Nothing of a worker is left."""

@@ -231,7 +231,7 @@ def how_it_ended(report: WorkerExited) -> str:
     elif report.exit_code is not None:
         end = f"ended with exit code {report.exit_code}"
     else:
-        end = "is gone"
+        end = "is gone" if report.gone else "ends"
     if report.oom != "no":
         end += f", out of memory ({report.oom})"
     if report.cause not in ("exited", "stopped"):

@@ -135,6 +135,10 @@ class Node:
         """Its first process has ended."""
         self.table.on_ended(self._exit(n, fields), by_slurm=False)
 
+    def overdue(self, n: int = 1, **fields: Any) -> None:
+        """It was killed long ago, and something of it is left."""
+        self.table.on_overdue(self._exit(n, fields), by_slurm=False)
+
     @staticmethod
     def _exit(n: int, fields: dict[str, Any]) -> Exit:
         given: dict[str, Any] = {
@@ -239,6 +243,41 @@ def test_a_worker_that_is_being_stopped_loses_its_processes_as_it_should(node):
     node.took()
     node.table.on_finding(Finding(W, g(1), "process_lost", "why", 15))
     assert node.took() == [] and len(node.supervisor.stopped) == 1
+
+
+@pytest.mark.parametrize("kind", ["probe_failed", "start_deadline"])
+def test_the_hub_hears_once_of_a_worker_that_does_not_end_although_its_agent_has_killed_it(node, kind):
+    node.start()
+    node.table.on_finding(Finding(W, g(1), kind, "why"))
+    node.took()
+    for _ in range(2):
+        node.overdue(exit_code=None, cause=kind, text="why", killed_by_us=True)
+    (first,) = node.took()
+    assert (first.cause, first.gone, first.signal) == (kind, False, None)
+    assert first.text == "why; it was killed, and has not ended yet"
+    node.table.on_stop(StopWorker(worker=W, generation=g(1), reason="its cell ends"))
+    node.end(exit_code=None, signal=9, cause=kind, text="why", killed_by_us=True)
+    (last,) = node.took()
+    assert (last.cause, last.gone, last.text) == (kind, True, "why")
+
+
+def test_the_hub_hears_of_what_does_not_end_after_a_term_that_nobody_explained(node):
+    node.start()
+    node.took()
+    how = {"exit_code": None, "signal": 15}
+    node.ended(**how)
+    node.overdue(**how)
+    (first,) = node.took()
+    assert (first.cause, first.signal, first.gone) == ("exited", 15, False)
+    assert [row.state for row in node.table.rows()] == ["stopping"]
+
+
+def test_the_hub_knows_of_a_stop_that_it_has_begun(node):
+    node.start()
+    node.table.on_stop(StopWorker(worker=W, generation=g(1), reason="why"))
+    node.took()
+    node.overdue(exit_code=None, cause="stopped", text="why", killed_by_us=True)
+    assert node.took() == []
 
 
 def test_a_finding_about_another_generation_is_thrown_away(node):

@@ -269,12 +269,13 @@ class Fleet:
                 return
         raise AssertionError(f"{worker} does not run")
 
-    def hang(self, worker: str) -> None:
-        """A worker's first process ends by itself, and something that it has started does not."""
+    def hang(self, worker: str, **how: object) -> None:
+        """A worker's first process ends by itself, and something that it has started does not; or `how` says more."""
         (agent,) = [agent for agent in self.agents if worker in agent.table]
         row = agent.table[worker] = msgspec.structs.replace(agent.table[worker], state="stopping")
         agent.stuck.add(worker)
-        self.receive(agent.peer, WorkerExited(worker=worker, generation=row.generation, exit_code=1, gone=False))
+        report = {"worker": worker, "generation": row.generation, **(how or {"exit_code": 1})}
+        self.receive(agent.peer, WorkerExited(**report, gone=False))
         self.settle()
 
     def end_at_last(self, worker: str) -> None:

@@ -70,6 +70,19 @@ def test_a_cell_without_state_goes_on_elsewhere_and_gets_its_place_back_when_the
     assert f.phases()["engine-00000"] == "ready" and not f.verdicts
 
 
+def test_one_that_its_agent_could_not_kill_either_costs_its_cell_one_restart(fleet, pool):
+    f = fleet(pool("engine"), nodes=2)
+    f.hang(WORKER, cause="probe_failed", text="no answer; it was killed, and has not ended yet")
+    (ends,) = [note for note in f.notes if note.event == "cell_ends"]
+    assert ends.fields["reason"].startswith(f"{WORKER} ends, probe_failed: no answer; it was killed")
+    f.pass_time(patience(f) + 1)
+    assert len(told(f)) == 1 and f.phases()["engine-00000"] == "ready"
+    f.end_at_last(WORKER)
+    f.pass_time(2)
+    cell = f.cell("engine-00000")
+    assert len(cell.deaths) == 1 and cell.generation == Generation(1, 2) and cell.published
+
+
 def test_its_gpu_is_given_to_nobody_meanwhile(fleet, pool):
     f = fleet(pool("engine", num_gpus_per_worker=1), pool("other", num_gpus_per_worker=1), nodes=2, gpus=2)
     agent = stuck(f)
