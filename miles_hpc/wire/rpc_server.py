@@ -370,8 +370,9 @@ class RpcThreadServer:
             now, away_since = time.monotonic(), self._away_since
             if away_since is None:
                 self._standing_by = now - self._called_at < _STAND_BY_S
-                # A call that came this moment may have found it True.
-                self._standing_by |= self._away_since is not None
+                # A call that came this moment may have found it True. (No `|=`: that could undo what the call sets.)
+                if self._away_since is not None:
+                    self._standing_by = True
             elif now - away_since >= _STAND_IN_S and self._lock.acquire(blocking=False):
                 try:
                     self._requests.extend(self._listener.pump()[0])

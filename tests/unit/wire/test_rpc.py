@@ -463,6 +463,57 @@ def test_a_thread_server_is_reachable_while_it_computes(run_dir, monkeypatch, id
         run(body)
 
 
+def test_a_call_that_comes_while_the_other_thread_goes_to_sleep_is_stood_in_for(run_dir, monkeypatch):
+    monkeypatch.setattr(rpc_server, "_STAND_BY_S", 0.0)
+    falling_asleep, begun, gate = threading.Event(), threading.Event(), threading.Event()
+
+    class Interleaved(RpcThreadServer):
+        """Its other thread has just seen that no call runs when one begins to."""
+
+        seen = 0
+
+        @property
+        def _away_since(self):
+            found = self.found
+            if found is None and threading.current_thread() is self._stand_in:
+                self.seen += 1
+                if self.seen == 2:
+                    falling_asleep.set()
+                    begun.wait(30)
+            return found
+
+        @_away_since.setter
+        def _away_since(self, found):
+            self.found = found
+
+    def compute(params, frames):
+        begun.set()
+        return gate.wait(60)
+
+    def call(address):
+        with SyncRpcClient(address, run_dir, 1) as client:
+            assert client.call("compute", timeout_s=50) is True
+
+    with Interleaved(LOCALHOST, {"compute": compute}, run_dir, 1) as server:
+        threads = [threading.Thread(target=server.serve_forever)]
+        threads[0].start()
+        assert falling_asleep.wait(30)
+        for _ in range(2):
+            threads.append(threading.Thread(target=call, args=(server.address,)))
+            threads[-1].start()
+            assert begun.wait(30)
+        deadline = time.monotonic() + 20
+        while not server._requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        taken = len(server._requests)
+        gate.set()
+        for thread in threads[1:]:
+            thread.join()
+        server.stop()
+        threads[0].join()
+    assert taken == 1
+
+
 def test_calls_of_several_clients_around_the_time_when_another_thread_takes_the_socket_are_all_answered(run_dir):
     """A serving thread that comes back must see what the other one has taken, instead of waiting for more."""
 
@@ -514,7 +565,7 @@ def test_a_thread_server_ends_also_when_its_wake_is_lost(run_dir):
         assert not thread.is_alive()
         for one in crowd:
             one.close()
-    context.destroy()
+    context.term()
 
 
 def test_a_thread_server_refuses_coroutine_functions(run_dir):
