@@ -322,6 +322,10 @@ class ServerCalls:
             self._client(message.client).route = route
             self._send(route, [encode(HelloAnswer(RPC_PROTOCOL, self._incarnation))])
             return []
+        # Before any call is entered: one of a message that is dropped would be taken for running for ever.
+        announced = sum([call.buffers for call in message.calls])
+        if announced >= len(frames):
+            raise IndexError(f"{len(frames) - 1} buffers came, {announced} were announced")
         client = self._client(message.client)
         client.route = route
         if message.done or message.oldest > client.oldest:

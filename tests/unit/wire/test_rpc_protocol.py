@@ -200,6 +200,19 @@ def test_buffers_that_are_missing_make_a_message_none_of_ours():
         Server().calls.on_frames(b"r1", [encode(Calls(b"c", 1, [Call(1, "m", NIL, 1)]))])
 
 
+def test_of_a_message_without_all_its_buffers_no_call_is_taken_for_running():
+    server = Server()
+    calls = encode(Calls(b"c", 1, [Call(1, "m", NIL), Call(2, "m", NIL, 1), Call(3, "m", NIL, 1)]))
+    with pytest.raises(IndexError, match="1 buffers came, 2 were announced"):
+        server.calls.on_frames(b"r1", [calls, b"a"])
+    found = server.calls.on_frames(b"r1", [calls, b"a", b"b"])
+    assert [(request.call, [bytes(frame) for frame in request.frames]) for request in found] == [
+        (1, []),
+        (2, [b"a"]),
+        (3, [b"b"]),
+    ]
+
+
 def test_a_call_is_sent_as_it_was_begun_whatever_becomes_of_its_parameters():
     client, params = Client(), [1]
     client.up()
