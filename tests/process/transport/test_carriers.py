@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -226,6 +227,39 @@ def test_a_parcel_that_cannot_be_laid_out_ends_its_own_connection_only(outbox, m
     assert peer.socket.recv(1) == b""
     peer.close()
     assert Inbox("tcp").fetch(good, 10)
+
+
+def test_of_too_many_connections_that_prove_nothing_the_oldest_is_closed(outbox, monkeypatch):
+    monkeypatch.setattr(bulk, "_UNPROVED", 5)
+    monkeypatch.setattr(bulk, "_PROVE_S", 1000.0)
+    ref = outbox.offer(packing([1]))
+    known = Peer(outbox.address, ref.key)
+    crowd = [Peer(outbox.address) for _ in range(8)]
+    for closed in crowd[:3]:
+        assert closed.socket.recv(1) == b""
+    for kept in crowd[3:]:
+        kept.say(bulk.PROOF, 0, bulk.proof(ref.key, kept.nonce))
+        assert kept.hear()[0] == bulk.WELCOME
+    known.pull(ref.id)  # it has proved the key, so it is none of them
+    assert known.hear()[0] == bulk.PART_OF
+    for peer in (known, *crowd):
+        peer.close()
+
+
+def test_a_consumer_that_takes_nothing_for_long_loses_its_connection_and_not_its_parcel(outbox, monkeypatch):
+    monkeypatch.setattr(bulk, "_USER_TIMEOUT_S", 1.0)
+    ref = outbox.offer(packing(np.zeros(10 * PART)))
+    idle = Peer(outbox.address, ref.key)
+    idle.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # whatever the machine's limits are, it fills
+    idle.pull(ref.id)
+    deadline = time.monotonic() + 60
+    while outbox._server._peers and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not outbox._server._peers
+    idle.close()
+    inbox = Inbox("tcp")
+    assert len(inbox.fetch(ref, 60)) == ref.nbytes
+    inbox.close()
 
 
 @pytest.mark.parametrize("step", ["_prepare", "os.urandom"])
