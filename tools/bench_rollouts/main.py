@@ -28,7 +28,7 @@ GOALS = {
     "shm_vs_memcpy": 0.25,
     "tcp_vs_loopback": 1 / 3,
     "groups_per_s": 5000.0,
-    **{f"generate_{tokens}_ratio_streamed": 0.9 for tokens in generate.SIZES},
+    **{f"generate_{kind}_ratio_streamed": 0.9 for kind in generate.KINDS},
 }
 
 
@@ -108,10 +108,10 @@ def main():
             f"{one['executor_us']:.0f} us, workers {one['worker_us']:.0f} us",
         )
     if "generate" in wanted:
-        for tokens in generate.SIZES:
-            one = in_directory(generate.measure, tokens)
-            found |= {f"generate_{tokens}_{key}": value for key, value in one.items()}
-            say(options, f"1,000 generations of {tokens} tokens at once:")
+        for kind, (tokens, token_ms, _) in generate.KINDS.items():
+            one = in_directory(generate.measure, kind)
+            found |= {f"generate_{kind}_{key}": value for key, value in one.items()}
+            say(options, f"1,000 generations at once of {tokens} tokens, one in {token_ms:g} ms:")
             for name, text in (("worker", "a worker"), ("streamed", "bare, streamed"), ("bare", "bare, one piece")):
                 ratio = f" ({one[f'ratio_{name}']:.0%})" if f"ratio_{name}" in one else ""
                 say(
