@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
 from miles_hpc.engine.requests import (
     ABORTED,
@@ -38,6 +36,8 @@ from miles_hpc.wire.program import setup_logging
 
 _QUESTION = re.compile(r"(-?\d+)[ \t]*([-+*x×])[ \t]*(-?\d+)")
 _NUMBER = re.compile(r"-?\d+")
+_FEW = 256
+"""Fillers that are drawn one by one; more of them would hold up all other answers."""
 RIGHT_SHARE = 0.5
 """Share of (prompt, seed) pairs that are answered rightly."""
 
@@ -52,15 +52,6 @@ def right_answer(prompt: str) -> str | None:
         return str(int(left) - int(right)) if operator == "-" else str(int(left) * int(right))
     number = _NUMBER.search(prompt)
     return number.group() if number else None
-
-
-def _mix64(values: Any) -> Any:
-    """`mix64` of an array of uint64."""
-    with np.errstate(over="ignore"):  # it is meant to wrap around
-        values = values + np.uint64(0x9E3779B97F4A7C15)
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return values ^ (values >> np.uint64(31))
 
 
 class Script:
@@ -132,11 +123,18 @@ class Script:
         return result
 
     def _fill_up(self, result: Result, key: int, head: int, tokens: int) -> None:
-        """The fillers that are missing, all at once: one by one, a long answer would hold up all others."""
-        places = np.arange(len(result.output_ids), tokens, dtype=np.uint64)
-        fillers = _mix64(np.uint64(key) + places - np.uint64(head) + np.uint64(1)) % np.uint64(len(self._fillers))
-        result.output_ids += np.array(self._fillers)[fillers].tolist()
-        result.output_logprobs += (-0.05 - 2.0 * (_mix64(np.uint64(key) ^ _mix64(places)) / 2.0**64)).tolist()
+        """The fillers that are missing."""
+        begun = len(result.output_ids)
+        if tokens - begun > _FEW:
+            from miles_hpc.engine.fake_fillers import fillers
+
+            which, logprobs = fillers(key, head, begun, tokens, len(self._fillers))
+            result.output_ids += [self._fillers[one] for one in which]
+            result.output_logprobs += logprobs
+            return
+        for index in range(begun, tokens):
+            result.output_ids.append(self.filler(key, index - head + 1))
+            result.output_logprobs.append(self.logprob(key, index))
 
     def _matched_text(self, ids: list[int], stop: tuple[str, ...]) -> str | None:
         if not stop:
