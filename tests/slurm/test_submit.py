@@ -123,7 +123,10 @@ def test_submitting_from_inside_a_job_takes_nothing_of_it_along(bed: Bed, tmp_pa
 
 
 GPUS_TOO_MANY = "needs 8 GPUs (1 workers x 8) in one contiguous run of free slots; free: node-00000 4 of 4"
-EIGHT_GPUS = ("--set", "inference.engine=sglang", "--set", "inference.gpus_per_engine=8")
+EIGHT_GPUS = (
+    *("--set", "inference.engine=sglang", "--set", "inference.gpus_per_engine=8"),
+    *("--set", "train.trainer=torch"),  # the hash trainer writes nothing that SGLang could load
+)
 
 BAD = [
     (["--partition", "nosuch"], "Slurm refused the job: invalid partition specified: nosuch"),

@@ -2,7 +2,8 @@
 
 Both send through the same router to the same fake engines, in turns, with the same number in flight; the best round of
 each counts, since what disturbs a round is neither's doing.
-The bare client reads whole answers without a look into them; ours streams, watches for silence, and checks what came.
+The bare client does what any client must: it posts the ids, reads the whole answer and decodes it. Ours streams,
+watches for silence, and checks what came.
 """
 
 import asyncio
@@ -32,8 +33,8 @@ async def bare(url, count):
                 "return_logprob": True,
             }
             async with http.post(f"{url}/generate", json=body) as answer:
-                await answer.read()
                 assert answer.status == 200
+                assert len((await answer.json())["output_ids"]) <= TOKENS
 
         return await timed(one, count)
 
