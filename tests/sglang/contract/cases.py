@@ -108,6 +108,10 @@ class Talk:
             await asyncio.sleep(0.01)
         return load
 
+    async def idle(self) -> None:
+        """Until nothing runs or waits: an aborted request is answered before it has left, which forbids a flush."""
+        await self.until(lambda load: load["num_running_reqs"] + load["num_waiting_reqs"] == 0)
+
     async def load(self, index: int, version: str | None, *, status: int = 200, **more: Any) -> Any:
         version_part = {} if version is None else {"weight_version": version}
         body = {"model_path": str(self.subject.models[index]), **version_part, **more}
@@ -119,7 +123,7 @@ class Talk:
     async def reset(self) -> None:
         await self.post("/continue_generation")
         await self.post("/abort_request", {"abort_all": True})
-        await self.until(lambda load: load["num_running_reqs"] + load["num_waiting_reqs"] == 0)
+        await self.idle()
         await self.load(0, "v0")
 
 

@@ -35,6 +35,7 @@ def test_in_place_with_a_flush_is_a_400_with_the_weights_already_swapped(engine)
         await talk.post("/abort_request", {"abort_all": True})
         await talk.post("/continue_generation")
         await one
+        await talk.idle()
         await talk.post("/flush_cache")
         assert (await talk.generate(cases.PROMPT, 24))["output_ids"] == engine.expected[1]
 
@@ -55,6 +56,7 @@ def test_after_an_in_place_swap_without_a_flush_a_new_request_meets_old_keys_and
         assert mixed["meta_info"]["cached_tokens"] > 0
         await talk.post("/abort_request", {"abort_all": True})
         await one
+        await talk.idle()
         await talk.post("/flush_cache")
         clean = await talk.generate(cases.PROMPT * 8, 24)
         assert clean["meta_info"]["cached_tokens"] == 0
