@@ -26,6 +26,7 @@ from miles_hpc.agent.cgroups import members
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.program import STOP_SIGNAL
 
+# The words of `WorkerExited.cause`, to which mypy holds them: the hub is started before the messages are imported.
 Cause = Literal[
     "exited",
     "stopped",

@@ -103,7 +103,6 @@ class ExecutorClient:
         self._prepared: dict[int, dict[str, Any]] = {}
         self._announced: dict[int, Announced] = {}
         self._watch: asyncio.Task[None] | None = None
-        self._closed = False
 
     @property
     def incarnation(self) -> int:
@@ -133,8 +132,7 @@ class ExecutorClient:
         """Ranks may wait for an executor that waits to be told: look, while the driver makes no call itself."""
         from miles_hpc.wire.rpc import RpcError
 
-        # The flag, because a call that ends at that very moment may swallow a cancellation (asyncio.wait_for does).
-        while not self._closed:
+        while True:
             await asyncio.sleep(_WATCH_S)
             try:
                 if not await self._rpc.call("hello", {}, timeout_s=_WATCH_TIMEOUT_S):
@@ -214,7 +212,6 @@ class ExecutorClient:
 
     async def close(self) -> None:
         """Close the connection."""
-        self._closed = True
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
