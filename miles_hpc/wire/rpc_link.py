@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import select
 import time
@@ -36,6 +37,9 @@ SEND_BY_REFERENCE_FROM = 64 * 1024
 """Bytes from which a frame is handed to ZeroMQ without a copy."""
 TICK_S = 0.2
 """How often an open call looks whether the server's address has changed."""
+PROMPT_S = 0.0003
+"""An answer that comes within this time is waited for awake, if the one before did, too: where cores are idle, to be
+woken takes longer than a short call itself."""
 _TURN = 100
 """Messages that are taken in one turn."""
 # Plain ints: an operation on one of pyzmq's enums costs as much as taking a frame.
@@ -88,6 +92,8 @@ class RpcLink:
         self.socket: Socket | None = None
         self.monitor: Socket | None = None
         self._news = select.poll()
+        self._prompt = False
+        """Whether the last answer that was waited for came within `PROMPT_S`."""
 
     def moved_to(self) -> HostAndPort | None:
         """Where the server is, if that is known and the socket is not connected to it."""
@@ -139,10 +145,14 @@ class RpcLink:
             time.sleep(min(TICK_S, timeout_s))
         elif self.calls.linked and timeout_s >= TICK_S:
             # Straight into the socket; should the connection break, it is seen a tick later.
+            began = time.monotonic()
             try:
+                if self._prompt:
+                    _stay_awake(socket, began + PROMPT_S)
                 self._take(socket)
             except zmq.Again:
                 self.pump_events()
+            self._prompt = time.monotonic() < began + PROMPT_S
         else:
             zmq.zmq_poll([(socket, zmq.POLLIN), (monitor, zmq.POLLIN)], milliseconds(min(TICK_S, timeout_s)))
             self._drain_events(monitor)
@@ -199,6 +209,12 @@ class RpcLink:
             self._trouble = "the server does not know this process's key"
         elif event != zmq.EVENT_DISCONNECTED:
             self._trouble = "the server ended the handshake: it is of another run or attempt, or no RPC server"
+
+
+def _stay_awake(socket: Socket, deadline: float) -> None:
+    """Wait for a message without sleeping, but let all others run first: other threads, ZeroMQ's among them."""
+    while not has_message(socket) and time.monotonic() < deadline:
+        os.sched_yield()
 
 
 def descriptor_of(socket: Socket) -> int:

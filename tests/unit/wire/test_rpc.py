@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 import zmq
 
-from miles_hpc.wire import rpc_server
+from miles_hpc.wire import rpc_link, rpc_server
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.rpc import (
     RpcClient,
@@ -434,6 +434,31 @@ def test_a_sync_client_may_be_shared_by_threads(run_dir):
             for thread in threads:
                 thread.join()
     assert found == {n: 2 * n for n in range(16)}
+
+
+def test_a_sync_client_whose_last_answer_was_prompt_stays_awake_for_the_next(run_dir, monkeypatch):
+    awake, begun = threading.Event(), threading.Event()
+
+    def wait(params, frames):
+        begun.set()
+        return awake.wait(30)
+
+    monkeypatch.setattr(rpc_link.os, "sched_yield", lambda: awake.set() if begun.is_set() else None)
+    monkeypatch.setattr(rpc_link, "PROMPT_S", 50.0)
+    methods = {"at_once": lambda params, frames: None, "wait": wait}
+    with thread_serving(run_dir, methods) as server, SyncRpcClient(server.address, run_dir, 1) as client:
+        client.call("at_once", timeout_s=50)
+        assert client.call("wait", timeout_s=50) is True
+
+
+def test_a_sync_client_sleeps_through_a_long_call(run_dir):
+    methods = {"at_once": lambda params, frames: None, "long": lambda params, frames: threading.Event().wait(1.0)}
+    with thread_serving(run_dir, methods) as server, SyncRpcClient(server.address, run_dir, 1) as client:
+        for _ in range(20):
+            client.call("at_once", timeout_s=50)
+        before = time.thread_time()
+        client.call("long", timeout_s=50)
+        assert time.thread_time() - before < 0.1
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["just started", "after an idle time"])
