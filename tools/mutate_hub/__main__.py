@@ -8,6 +8,7 @@ import concurrent.futures
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("state", "lifecycle", "membership", "healing", "leftovers", "recovery", "standing", "drain", "placement")
 SLOWEST = "test_any_order.py"
 """Runs last: most flips are noticed before it."""
+TEST_LIMIT_S = 60
+"""For one test, as in tools/test: a flip that makes a test run for ever is noticed by that test."""
 PROFILE = """
 from hypothesis import Phase, settings
 
@@ -149,16 +152,25 @@ def _change(node: ast.AST) -> str:
     raise AssertionError(f"{ast.dump(node)} is no site")
 
 
-def sites_of(module: str) -> int:
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said: `noticed` by a test, `SURVIVED` all; or nothing, of what cannot be run at all (`unusable`)
+    or was not through in time (`too slow`)."""
+
+    word: str
+    by: str = ""
+
+
+def sites_of(source: str) -> int:
     """How many flips a module has."""
     sites = Sites()
-    sites.visit(ast.parse(_source(module)))
+    sites.visit(ast.parse(source))
     return len(sites.found)
 
 
-def flip(module: str, number: int) -> Flip:
+def flip(module: str, source: str, number: int) -> Flip:
     """One flip of a module."""
-    tree, sites = ast.parse(_source(module)), Sites()
+    tree, sites = ast.parse(source), Sites()
     sites.visit(tree)
     node = sites.found[number]
     line = getattr(node, "lineno", 0)
@@ -166,28 +178,55 @@ def flip(module: str, number: int) -> Flip:
     return Flip(module, line, what, ast.unparse(ast.fix_missing_locations(tree)))
 
 
-def _source(module: str) -> str:
-    return (ROOT / "miles_hpc" / "hub" / f"{module}.py").read_text()
+def choose(sources: dict[str, str], count: int, seed: int) -> tuple[list[Flip], int]:
+    """Flips in the order of their lines, none of them twice and none that changes nothing; and how many there are."""
+    every = [(module, number) for module, source in sources.items() for number in range(sites_of(source))]
+    seen = {ast.unparse(ast.parse(source)) for source in sources.values()}
+    chosen: list[Flip] = []
+    for module, number in random.Random(seed).sample(every, len(every)):
+        if len(chosen) == count:
+            break
+        one = flip(module, sources[module], number)
+        if one.source not in seen:
+            seen.add(one.source)
+            chosen.append(one)
+    return sorted(chosen, key=lambda flip: (flip.module, flip.line)), len(every)
 
 
-def survives(flip: Flip, timeout_s: float) -> bool:
-    """Whether all tests pass with the flip. A test run that hangs has noticed it."""
+def keep_a_copy(base: Path) -> dict[str, str]:
+    """Copy the package and its tests, which someone may go on to edit. Returns the source of each module."""
+    left_out = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "miles_hpc", base / "miles_hpc", ignore=left_out)
+    shutil.copytree(ROOT / "tests" / "unit" / "hub", base / "tests", ignore=left_out)
+    (base / "conftest.py").write_text(PROFILE)
+    return {module: (base / "miles_hpc" / "hub" / f"{module}.py").read_text() for module in MODULES}
+
+
+def outcome_of(base: Path, changed: dict[str, str], timeout_s: float) -> Outcome:
+    """Run all tests of a copy with these modules changed."""
     with tempfile.TemporaryDirectory(prefix="mutate-hub-") as place:
-        root = Path(place)
-        shutil.copytree(ROOT / "miles_hpc", root / "miles_hpc", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(ROOT / "tests" / "unit" / "hub", root / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-        (root / "miles_hpc" / "hub" / f"{flip.module}.py").write_text(flip.source)
-        (root / "conftest.py").write_text(PROFILE)
+        root = Path(place) / "copy"
+        shutil.copytree(base, root)
+        for module, source in changed.items():
+            (root / "miles_hpc" / "hub" / f"{module}.py").write_text(source)
         files = sorted((root / "tests").glob("test_*.py"), key=lambda path: (path.name == SLOWEST, path.name))
         argv = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
-        argv += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root)]
+        argv += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), "--timeout", str(TEST_LIMIT_S)]
         argv += ["--hypothesis-profile", "notice", *map(str, files)]
         env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
-            done = subprocess.run(argv, cwd=root, env=env, capture_output=True, timeout=timeout_s, check=False)
+            done = subprocess.run(
+                argv, cwd=root, env=env, capture_output=True, timeout=timeout_s, check=False, text=True
+            )
         except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
+            return Outcome("too slow", f"no test had failed after {timeout_s:g} s")
+        if done.returncode == 0:
+            return Outcome("SURVIVED")
+        said = re.findall(r"^(?:FAILED|ERROR) (?:\S*/)?(\S+)", done.stdout, re.MULTILINE)
+        if done.returncode == 1 and said:
+            return Outcome("noticed", said[0])
+        # A package that cannot be imported ends any run of any test, and says nothing about these.
+        return Outcome("unusable", f"pytest ended with code {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
 
 
 def main() -> int:
@@ -199,24 +238,39 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=0.85, help="share that must be noticed; otherwise exit code 1")
     parser.add_argument("--json", action="store_true", help="one object as the last line")
     given = parser.parse_args()
-    every = [(module, number) for module in MODULES for number in range(sites_of(module))]
-    places = random.Random(given.seed).sample(every, min(given.flips, len(every)))
-    chosen = sorted((flip(*place) for place in places), key=lambda flip: (flip.module, flip.line))
-    print(f"{len(chosen)} of {len(every)} flips in {', '.join(MODULES)}; seed {given.seed}", flush=True)
-    started, survivors = time.monotonic(), []
+    with tempfile.TemporaryDirectory(prefix="mutate-hub-") as place:
+        return examine(Path(place), given)
+
+
+def examine(base: Path, given: argparse.Namespace) -> int:
+    """Try the flips and print what became of each. Returns the exit code."""
+    started = time.monotonic()
+    sources = keep_a_copy(base)
+    # Written anew, as those with a flip are.
+    unchanged = outcome_of(base, {m: ast.unparse(ast.parse(text)) for m, text in sources.items()}, given.timeout)
+    if unchanged.word != "SURVIVED":
+        print(f"the tests do not pass without any flip: {unchanged.word} {unchanged.by}", file=sys.stderr)
+        return 2
+    print(f"all tests pass without any flip, in {time.monotonic() - started:.0f} s", flush=True)
+    chosen, sites = choose(sources, given.flips, given.seed)
+    print(f"{len(chosen)} of {sites} flips in {', '.join(MODULES)}; seed {given.seed}", flush=True)
+    started, by_word = time.monotonic(), dict[str, list[Flip]]()
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        outcomes = pool.map(lambda one: survives(one, given.timeout), chosen)
-        for one, survived in zip(chosen, outcomes, strict=True):
-            if survived:
-                survivors.append(one)
-            print(f"{'SURVIVED' if survived else 'noticed ':9} {one.module}.py:{one.line}  {one.what}", flush=True)
-    share = 1 - len(survivors) / len(chosen)
-    print(f"{share:.0%} noticed in {time.monotonic() - started:.0f} s; survivors:")
+        outcomes = pool.map(lambda one: outcome_of(base, {one.module: one.source}, given.timeout), chosen)
+        for one, outcome in zip(chosen, outcomes, strict=True):
+            by_word.setdefault(outcome.word, []).append(one)
+            print(f"{outcome.word:9} {one.module}.py:{one.line}  {one.what}  {outcome.by}", flush=True)
+    survivors, noticed = by_word.get("SURVIVED", []), len(by_word.get("noticed", []))
+    # Of those that could be run to an end.
+    share = noticed / max(1, noticed + len(survivors))
+    left_out = "".join(f", {len(by_word[word])} {word}" for word in ("unusable", "too slow") if word in by_word)
+    print(f"{share:.0%} noticed{left_out} in {time.monotonic() - started:.0f} s; survivors:")
     for one in survivors:
         print(f"  miles_hpc/hub/{one.module}.py:{one.line}  {one.what}")
     if given.json:
         left = [f"{one.module}.py:{one.line} {one.what}" for one in survivors]
-        print(json.dumps({"flips": len(chosen), "noticed": round(share, 4), "survivors": left}))
+        told = len(chosen) - noticed - len(survivors)
+        print(json.dumps({"flips": len(chosen), "noticed": round(share, 4), "survivors": left, "left_out": told}))
     return 0 if share >= given.least else 1
 
 
