@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from miles_hpc.wire.codec import Buffer
+from miles_hpc.wire.rpc_client_calls import Outcome
 from miles_hpc.wire.rpc_link import TICK_S, Address, RpcLink, descriptor_of
-from miles_hpc.wire.rpc_protocol import Outcome, RpcUnreachable
+from miles_hpc.wire.rpc_protocol import RpcUnreachable
 from miles_hpc.wire.security import Role
 from miles_hpc.wire.socket_options import Context
 

@@ -16,8 +16,9 @@ import zmq
 
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.codec import DECODE_FAILURES
+from miles_hpc.wire.rpc_client_calls import ClientCalls
 from miles_hpc.wire.rpc_messages import Frames
-from miles_hpc.wire.rpc_protocol import ClientCalls, RpcError, RpcTimeout, RpcUnknownOutcome, RpcUnreachable
+from miles_hpc.wire.rpc_protocol import RpcError, RpcTimeout, RpcUnknownOutcome, RpcUnreachable
 from miles_hpc.wire.security import DATA, Role, load_client, load_keys
 from miles_hpc.wire.socket_options import (
     LINK_EVENTS,

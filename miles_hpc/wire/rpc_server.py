@@ -22,7 +22,7 @@ from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.codec import DECODE_FAILURES
 from miles_hpc.wire.rpc_link import NOBLOCK, NOBLOCK_MORE, descriptor_of, has_message, receive_frames, send_frames
 from miles_hpc.wire.rpc_messages import Frames
-from miles_hpc.wire.rpc_protocol import Answer, Request, ServerCalls, failure, result
+from miles_hpc.wire.rpc_server_calls import Answer, Request, ServerCalls, failure, result
 from miles_hpc.wire.security import DATA, Role, authenticator, load_keys, role_keys
 from miles_hpc.wire.socket_options import Context, Socket, bind, milliseconds, prepare, prepare_server
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_hpc.wire.codec import DECODE_FAILURES
+from miles_hpc.wire.rpc_client_calls import ACKNOWLEDGE_FROM, LARGE_ANSWER, ClientCalls
 from miles_hpc.wire.rpc_messages import (
     RPC_PROTOCOL,
     Answers,
@@ -21,19 +22,12 @@ from miles_hpc.wire.rpc_messages import (
     decode_to_server,
     encode,
 )
-from miles_hpc.wire.rpc_protocol import (
-    ACKNOWLEDGE_FROM,
+from miles_hpc.wire.rpc_protocol import MOST_IN_ONE, RpcError, RpcRemoteError, RpcUnknownOutcome, RpcUnreachable
+from miles_hpc.wire.rpc_server_calls import (
     GONE_AFTER_S,
     KEPT_ANSWERS,
     KEPT_CLIENTS,
-    LARGE_ANSWER,
-    MOST_IN_ONE,
     Answer,
-    ClientCalls,
-    RpcError,
-    RpcRemoteError,
-    RpcUnknownOutcome,
-    RpcUnreachable,
     ServerCalls,
     failure,
     result,
