@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,19 +37,9 @@ def checked_arrays(sample: Sample) -> SampleArrays:
     loss_mask = _as_mask(where, "loss_mask", sample.loss_mask)
     logprobs = _as_floats(where, "logprobs", sample.logprobs)
     extra = {name: _numbers(where, name, column, "biuf") for name, column in sample.extra.items()}
-    if not _are_spans(sample.versions or (), tokens):
-        spans = _numbers(where, "versions", sample.versions or [(0, 0, 0)], "iu")
-        if (
-            spans.shape[1:] != (3,)
-            or spans[:, 0].max() >= 2**63
-            or spans[:, 1].min() < 0
-            or (spans[:, 1] > spans[:, 2]).any()
-            or spans[:, 2].max() > tokens
-        ):
-            raise InvalidSample(
-                f"{where} has versions {sample.versions!r:.80}; expected (weight version, first token, end token) of "
-                f"its {tokens} tokens"
-            )
+    versions: Any = sample.versions
+    if not _are_spans(versions, tokens):
+        versions = _as_spans(where, versions, tokens)
     logprobs[loss_mask == 0] = 0.0
     # One number that is not finite makes the sum so.
     if not math.isfinite(np.add.reduce(logprobs)) and not (finite := np.isfinite(logprobs)).all():
@@ -60,7 +49,7 @@ def checked_arrays(sample: Sample) -> SampleArrays:
         loss_mask=loss_mask,
         logprobs=logprobs,
         reward=float("nan") if sample.reward is None else sample.reward,
-        versions=sample.versions,
+        versions=versions,
         status=sample.status,
         sample_index=sample.index,
         prompt_index=sample.prompt_index,
@@ -107,14 +96,35 @@ def _as_floats(where: str, name: str, column: Any) -> Array:
     return _numbers(where, name, column, "fiu").astype(np.float32)
 
 
-def _are_spans(versions: Sequence[Any], tokens: int) -> bool:
+def _are_spans(versions: Any, tokens: int) -> bool:
     """Whether these are spans of `tokens` tokens in plain numbers; False also where it takes a closer look."""
+    if type(versions) is not list:
+        return False
     for span in versions:
         if type(span) is not tuple or [*map(type, span)] != [int, int, int] or not 0 <= span[1] <= span[2] <= tokens:
             return False
         if not -(2**63) <= span[0] < 2**63:
             return False
     return True
+
+
+def _as_spans(where: str, versions: Any, tokens: int) -> list[tuple[int, ...]]:
+    """Spans that are no list of plain tuples, such as an array `[spans, 3]`."""
+    if isinstance(versions, tuple | np.ndarray) and not np.size(versions):
+        return []  # whatever numpy takes the type of nothing for
+    spans = _numbers(where, "versions", versions, "iu")
+    if (
+        spans.shape[1:] != (3,)
+        or spans[:, 0].max() >= 2**63
+        or spans[:, 1].min() < 0
+        or (spans[:, 1] > spans[:, 2]).any()
+        or spans[:, 2].max() > tokens
+    ):
+        raise InvalidSample(
+            f"{where} has versions {versions!r:.80}; expected (weight version, first token, end token) of "
+            f"its {tokens} tokens"
+        )
+    return [tuple(span) for span in spans.tolist()]
 
 
 def _numbers(where: str, name: str, column: Any, kinds: str, most: int | None = None) -> Array:

@@ -61,6 +61,8 @@ async def multi_turn(sample: Sample, context: GenerateContext) -> None:
     prompt = context.prompt_ids(sample)
     first, start = _place(sample, prompt)
     if not 0 <= first < rollout.max_turns or getattr(run_tool, "stateful", False):
+        if sample.token_ids:
+            sample.stats = {}  # of turns that are given up
         begin(sample, prompt)
         first, start = 0, len(prompt)
     for turn in range(first, rollout.max_turns):

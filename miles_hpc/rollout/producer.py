@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from miles_hpc.rollout.data import DataSource, DataState
 from miles_hpc.rollout.dispatch import Dispatcher
 from miles_hpc.rollout.groups import Group
 from miles_hpc.rollout.sample import GroupSpec, PartialSample, Status
+from miles_hpc.rollout.statistics import stats_to_keep
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.batch import STATUSES, RolloutBatch
 from miles_hpc.wire.time_limit import timeout
@@ -74,11 +75,14 @@ def status_of(code: int) -> Status:
     return "truncated" if STATUSES[code] == "truncated" else "completed"
 
 
-def partial_of(batch: RolloutBatch, categories: Sequence[str] = (), *, rewards: bool) -> list[PartialSample]:
+def partial_of(
+    batch: RolloutBatch, categories: Sequence[str] = (), stats: Mapping[str, float] | None = None, *, rewards: bool
+) -> list[PartialSample]:
     """Finished samples as what a group can go on from; nothing where a PartialSample cannot hold what they are.
 
     Args:
         categories: words that the rewards were sorted under; empty: there are none.
+        stats: what was counted of them together.
         rewards: keep them; off where a reward function of the whole group gave them, which is asked again.
     """
     if batch.extra or len(np.unique(batch.sample_index)) < len(batch):
@@ -94,6 +98,8 @@ def partial_of(batch: RolloutBatch, categories: Sequence[str] = (), *, rewards: 
             response=one.text("response", 0),
             reward=float(batch.rewards[row]) if rewards else None,
             category=categories[row] if categories and rewards else "",
+            # Added up again later, so that it does not matter which sample has them.
+            stats=stats_to_keep(stats or {}) if row == 0 else {},
         )
         for row in range(len(batch))
         for one in [batch.slice(row, row + 1)]
@@ -177,7 +183,8 @@ class SyncProducer(_Shared):
             rewards = self._config.reward.scope != "group"
             finished = {name: collector.results[name] for name in rest if name in collector.results}
             partial |= {
-                name: partial_of(group.batch, group.categories, rewards=rewards) for name, group in finished.items()
+                name: partial_of(group.batch, group.categories, group.stats, rewards=rewards)
+                for name, group in finished.items()
             }
         self._give_back(
             [msgspec.structs.replace(specs[name], partial=partial.get(name, specs[name].partial)) for name in rest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -24,11 +25,16 @@ class PartialSample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     """Of a finished sample; it is not asked for again, unless its group is scored as a whole."""
     category: str = ""
+    stats: dict[str, float] = {}
+    """What was counted until then; the rest is added."""
 
     @classmethod
     def of(cls, sample: Sample) -> PartialSample:
-        """The state of a sample. One with arrays of `extra`, which cannot be kept here, begins anew."""
-        if sample.extra:
+        """The state of a sample. One with arrays of `extra`, which cannot be kept here, begins anew.
+
+        Numbers that are not finite cannot be kept either: JSON, in which commits are written, has no word for them.
+        """
+        if sample.extra or not all(map(math.isfinite, sample.logprobs)):
             return cls(index=sample.index, status="pending")
         # Plain numbers: those of numpy cannot be sent.
         return cls(
@@ -41,6 +47,7 @@ class PartialSample(msgspec.Struct, frozen=True, kw_only=True):
             response=sample.response,
             reward=None if sample.reward is None else float(sample.reward),
             category=str(sample.category),
+            stats={name: float(value) for name, value in sample.stats.items() if math.isfinite(value)},
         )
 
     def restore(self, sample: Sample, *, mask: bool) -> None:
@@ -55,6 +62,7 @@ class PartialSample(msgspec.Struct, frozen=True, kw_only=True):
         sample.logprobs = list(self.logprobs)
         sample.versions = list(self.versions)
         sample.response = self.response
+        sample.stats = dict(self.stats)
         if sample.status != "pending":
             sample.reward, sample.category = self.reward, self.category
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -42,6 +43,15 @@ def group_stats(samples: Sequence[Sample]) -> dict[str, float]:
             if counts and not name.endswith("/"):
                 found[name] = found.get(name, 0.0) + 1
     return found
+
+
+def stats_to_keep(stats: Mapping[str, float]) -> dict[str, float]:
+    """Of the counts of a group those that are not found again in its texts and rewards, and can be written down."""
+    return {
+        name: value
+        for name, value in stats.items()
+        if name != "repetitive" and not name.startswith("category/") and math.isfinite(value)
+    }
 
 
 def stat_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -59,6 +59,11 @@ def batch(*samples):
         ({"versions": [tuple(np.array([2**63, 1, 3], np.uint64))]}, "versions"),
         ({"versions": [(3, -1, 3)]}, "versions"),
         ({"versions": [(3, 0, 1), (2**63, 1, 3)]}, "versions"),
+        ({"versions": np.array([[3, 1, 9]])}, "versions array.*expected .* of its 3 tokens"),
+        ({"versions": np.array([3, 1, 3])}, "versions"),
+        ({"versions": np.array([[3.5, 1, 3]])}, "versions of mixed or wrong types"),
+        ({"versions": None}, "versions of mixed or wrong types"),
+        ({"versions": 3}, "versions"),
         ({"status": "aborted"}, "status 'aborted'; expected completed or truncated"),
         ({"extra": {"notes": np.array(["a", "b", "c"])}}, "notes of mixed or wrong types"),
     ],
@@ -80,6 +85,8 @@ def test_log_probs_of_tokens_that_do_not_count_may_be_anything():
         {"token_ids": list(np.array([5, 6, 7])), "logprobs": list(np.float32([0, -1, -2]))},
         {"loss_mask": [False, True, True]},
         {"versions": [[3, 1, 3]]},
+        {"versions": np.array([[3, 1, 3]])},
+        {"versions": ((3, 1, 3),)},
     ],
 )
 def test_columns_of_other_types_become_the_same_arrays_as_lists(changes):
@@ -88,6 +95,11 @@ def test_columns_of_other_types_become_the_same_arrays_as_lists(changes):
         one, other = getattr(found, name), getattr(plain, name)
         assert one.dtype == other.dtype and one.tolist() == other.tolist()
     assert [tuple(span) for span in found.versions] == plain.versions
+
+
+@pytest.mark.parametrize("versions", [np.empty((0, 3), np.int64), np.array([]), ()])
+def test_no_versions_may_be_an_empty_array(versions):
+    assert batch(sample(versions=versions)).spans.tolist() == []
 
 
 def test_a_log_prob_beyond_float32_is_not_finite():

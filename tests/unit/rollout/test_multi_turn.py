@@ -129,6 +129,19 @@ def interrupted(item, tokens, mask):
     return fresh
 
 
+@pytest.mark.parametrize("stateful, counted", [(False, 3.0), (True, 2.0)])
+def test_tool_calls_of_the_turns_that_are_kept_stay_counted(tools, stateful, counted):
+    """The first two were made before the interruption; with tools that keep something all is done anew."""
+    sys.modules["test_tools"].run.stateful = stateful
+    before = sample()
+    asyncio.run(multi_turn(before, context(Engine(call("a"), call("b"), "x", finish="stop"), tools="test_tools:run")))
+    before.status = "aborted"
+    PartialSample.of(before).restore(item := sample(), mask=False)
+    answers = (call("a"), call("b"), "done.") if stateful else (call("c"), "done.")
+    asyncio.run(multi_turn(item, context(Engine(*answers), tools="test_tools:run")))
+    assert item.response.endswith("done") and item.stats["tool_calls"] == counted
+
+
 @pytest.mark.parametrize("mask", [False, True])
 def test_turns_go_on_from_wherever_they_were_interrupted(tools, mask):
     answers = [call("add"), call("sub"), "done."]

@@ -80,6 +80,12 @@ def test_a_sample_with_further_arrays_begins_anew():
     assert (again.status, again.token_ids, again.reward) == ("pending", [], None)
 
 
+def test_numbers_that_no_commit_can_hold_are_not_kept():
+    again = restored(PartialSample.of(sample(logprobs=[float("nan"), -1.0])))
+    assert (again.status, again.token_ids) == ("pending", [])
+    assert restored(PartialSample.of(sample(stats={"a": float("inf"), "b": np.float32(2)}))).stats == {"b": 2.0}
+
+
 def test_a_finished_sample_keeps_its_reward_and_an_interrupted_one_has_none():
     again = restored(PartialSample.of(sample(reward=checked(0.5), category="format")))
     assert (again.reward, again.category) == (0.5, "format")
@@ -148,6 +154,27 @@ def test_a_left_over_group_is_kept_where_its_samples_can_be():
     assert partial_of(RolloutBatch.pack([arrays(0, extra=EXPERTS)]), rewards=True) == []
 
 
+def test_what_was_counted_of_an_interrupted_group_is_counted_once_when_it_goes_on():
+    async def generate(item, context):
+        finish(item, status="aborted" if item.index == 0 else "completed", stats={"turns": 2.0})
+
+    async def go_on(item, context):
+        finish(item, stats={"turns": item.stats["turns"] + 1})
+
+    again = group(go_on, Rewards(), partial=interrupted(generate, Rewards()))
+    asyncio.run(asyncio.wait_for(again.run(), 20))
+    assert again.stats == {"turns": 5.0}
+
+
+def test_what_was_counted_of_a_left_over_group_is_counted_once_when_it_comes_again():
+    batch = RolloutBatch.pack([arrays(0, texts={"response": "no " * 1000}), arrays(1)])
+    counted = {"turns": 5.0, "repetitive": 1.0, "category/format": 1.0, "lost": float("nan")}
+    kept = partial_of(batch, ["format", ""], counted, rewards=True)
+    again = group(None, Rewards(), partial=kept)
+    asyncio.run(asyncio.wait_for(again.run(), 20))
+    assert again.stats == {"turns": 5.0, "repetitive": 1.0, "category/format": 1.0}
+
+
 class Dispatched:
     """Stands where the dispatcher stands when nothing is open."""
 
@@ -162,10 +189,11 @@ def test_rewards_of_a_left_over_group_are_kept_unless_the_group_was_scored_as_a_
     (spec,) = source.next(1)
     collector = Collector("r")
     (collector.results[spec.id],) = groups_of(RolloutBatch.pack([arrays()]), [1])
-    collector.results[spec.id].categories = ["format"]
+    collector.results[spec.id].categories, collector.results[spec.id].stats = ["format"], {"turns": 2.0}
     producer = SyncProducer(msgspec.convert(settings, Config), source, 10, Dispatched(), None)
     asyncio.run(producer._return_rest(collector, {spec.id: spec}, set()))
     (kept,) = source.next(1)[0].partial
+    assert kept.stats == {"turns": 2.0}
     assert kept.reward == reward and kept.category == ("format" if reward else "")
 
 
