@@ -11,6 +11,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import miles_hpc.wire.lean  # noqa: F401
+
+# isort: split
 from miles_hpc.agent.beginning import Beginning
 from miles_hpc.agent.digest import run_digest
 from miles_hpc.agent.exits import BROKEN

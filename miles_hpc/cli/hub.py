@@ -6,6 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import miles_hpc.wire.lean  # noqa: F401
+
+# isort: split
 from miles_hpc.config.schema import Config
 from miles_hpc.hub import run
 from miles_hpc.hub.site import Site

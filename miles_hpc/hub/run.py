@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import miles_hpc.wire.lean  # noqa: F401
+
+# isort: split
 from miles_hpc import __version__
 from miles_hpc.config.load import read_resolved
 from miles_hpc.config.node import RESOLVED

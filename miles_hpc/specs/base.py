@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import HttpCall, PortInfo, Probe
@@ -14,8 +15,7 @@ TRAINING_GROUP = "training"
 executor that is lost alone comes back alone, and goes on from what the driver knows and the workers hold."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SchedulingSpec:
+class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How many cells a pool has and what each of their workers occupies.
 
     Raises:
@@ -38,8 +38,7 @@ class SchedulingSpec:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchCommandContext:
+class LaunchCommandContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a launch command may depend on. Addresses are complete when a command is rendered."""
 
     cell_index: int
@@ -55,8 +54,7 @@ class LaunchCommandContext:
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandWorkerSpec:
+class CommandWorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A pool whose workers are programs started with an argument list, never through a shell."""
 
     name: str
@@ -64,11 +62,11 @@ class CommandWorkerSpec:
         "router", "session-server", "engine", "controller", "rollout-worker", "executor", "trainer", "driver"
     ]
     launch_command: Callable[[LaunchCommandContext], list[str]]
-    scheduling: SchedulingSpec = field(default_factory=SchedulingSpec)
+    scheduling: SchedulingSpec = msgspec.field(default_factory=SchedulingSpec)
     port_infos: tuple[PortInfo, ...] = ()
     env: Callable[[LaunchCommandContext], dict[str, str]] = lambda ctx: {}
     runtime: str = "default"
-    probe: Probe = field(default_factory=Probe)
+    probe: Probe = msgspec.field(default_factory=Probe)
     restart: Literal["restart", "fail_run"] = "restart"
     """What a death means: heal the cell within the budget, or end the run with a reason."""
     group: str = ""

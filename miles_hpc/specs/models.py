@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from miles_hpc.config.schema import Config, EngineGroupConfig, ExternalEngineConfig
 from miles_hpc.specs.sglang import pipeline_parallel, tensor_parallel
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """Engines that are equal: a pool of their own."""
 
     index: int
@@ -36,8 +36,7 @@ class Group:
         return self.gpus * self.nodes or self.ranks
 
 
-@dataclass(frozen=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True):
     """One model: the policy, or one beside it."""
 
     name: str

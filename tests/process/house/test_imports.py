@@ -105,3 +105,17 @@ def test_a_light_program_does_not_load_heavy_libraries(module):
     assert done.returncode == 0, done.stderr
     loaded = {name.split(".")[0] for name in done.stdout.split()}
     assert not loaded & LIGHT[module]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="msgspec needs typing_extensions there")
+@pytest.mark.parametrize("modules", ["miles_hpc.agent.run, miles_hpc.agent.agent", "miles_hpc.cli.hub"])
+def test_agent_and_hub_load_no_compiler(modules):
+    code = f"import sys, {modules}; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert not {"typing_extensions", "inspect", "ast", "dis", "dataclasses"} & set(done.stdout.split())
+
+
+def test_typing_extensions_can_be_imported_after_a_lean_start():
+    code = "import miles_hpc.wire.lean, typing_extensions; print(typing_extensions.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "typing_extensions"

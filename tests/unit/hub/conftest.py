@@ -45,7 +45,7 @@ def spec(name: str, **changes: object) -> CommandWorkerSpec:
         "launch_command": lambda ctx: ["prog", name, *(a.netloc for a in ctx.self_addrs.values())],
         "port_infos": (PortInfo(name="http"),),
     }
-    scheduling = {k: changes.pop(k) for k in list(changes) if k in SchedulingSpec.__dataclass_fields__}
+    scheduling = {k: changes.pop(k) for k in list(changes) if k in SchedulingSpec.__struct_fields__}
     return CommandWorkerSpec(**{**values, "scheduling": SchedulingSpec(**scheduling), **changes})
 
 
