@@ -24,7 +24,7 @@ from miles_hpc.launch.submission import Submitted, job_file
 from miles_hpc.launch.watch import SlurmWatch, shared_watch
 
 FRESH_S = 15.0
-"""A status.json of this age or less shows a living hub."""
+"""A status.json that was written within this time shows a living hub."""
 SETTLE_S = 30.0
 """What the file system may take to show a verdict after Slurm has ended the job."""
 LOST_AFTER_S = 300.0
@@ -93,6 +93,8 @@ class Run:
         self._lost_after_s, self._settle_s = lost_after_s, settle_s
         self._silent_since: float | None = None
         self._ended_since: float | None = None
+        self._status_seen: tuple[Any, float] | None = None
+        """What says when status.json was written, and when that was seen, on our clock."""
         if not job_file(self.run_dir).is_file() and not (self.run_dir / "attempts").is_dir():
             raise FileNotFoundError(
                 f"{self.run_dir} holds no submitted run: give the directory that `submit` has shown"
@@ -136,8 +138,7 @@ class Run:
             return Standing(State(verdict["outcome"]), str(verdict.get("reason", "")))
         if newest is not None and not waiting and verdict is None and self._hub_lives(newest):
             self._silent_since = self._ended_since = None
-            ready = (self.status().get("seconds") or {}).get("ready") is not None
-            return Standing(State.RUNNING if ready else State.STARTING, f"attempt {newest.number}, job {job_id}")
+            return Standing(self._started(newest), f"attempt {newest.number}, job {job_id}")
         return self._from_slurm(job_id, newest, verdict)
 
     def _goes_on(self, attempt: Attempt, verdict: dict[str, Any]) -> bool:
@@ -150,6 +151,12 @@ class Run:
             return False
         row = self._row(attempt.job_id)
         return row is not None and row.state.life is not Life.ENDED
+
+    def _started(self, attempt: Attempt) -> State:
+        """Of an attempt that goes on: whether all its cells have been ready, as its hub wrote last."""
+        found = self.status()
+        ready = found.get("attempt") == attempt.number and (found.get("seconds") or {}).get("ready") is not None
+        return State.RUNNING if ready else State.STARTING
 
     def _from_slurm(self, job_id: str, newest: Attempt | None, verdict: dict[str, Any] | None) -> Standing:
         if not job_id:
@@ -164,7 +171,11 @@ class Run:
             return Standing(State.PENDING, row.reason or row.state.name)
         if row.state.life is Life.RUNNING:
             self._ended_since = None
-            return Standing(State.STARTING if verdict is None else State.PENDING, f"job {job_id} is {row.state.name}")
+            state = State.STARTING if verdict is None else State.PENDING
+            if newest is not None and verdict is None and (newest.job_id, newest.restart) == (job_id, row.restarts):
+                # A hub that does not write, or whose clock is another one: what it wrote last of this start holds.
+                state = self._started(newest)
+            return Standing(state, f"job {job_id} is {row.state.name}")
         return self._ended(row, job_id)
 
     def _ended(self, row: JobRow, job_id: str) -> Standing:
@@ -196,11 +207,17 @@ class Run:
         return _read_json(verdict_path(self.run_dir, attempt)) or None
 
     def _hub_lives(self, attempt: Attempt) -> bool:
-        path = self.run_dir / "status.json"
-        found = _read_json(path)
+        """Whether status.json is written again and again. The hub's clock is compared with ours only at first sight:
+        the two may differ by more than what tells a living hub from a dead one."""
+        found = self.status()
         if found.get("attempt") != attempt.number:
             return False
-        return time.time() - float(found.get("written_at", 0.0)) < FRESH_S
+        now, written = self._clock(), found.get("written_at", 0.0)
+        if self._status_seen is None:
+            self._status_seen = written, now - max(0.0, time.time() - float(written))
+        elif self._status_seen[0] != written:
+            self._status_seen = written, now
+        return now - self._status_seen[1] < FRESH_S
 
     # ------------------------------------------------------------------------------------------- reading
     def status(self) -> dict[str, Any]:

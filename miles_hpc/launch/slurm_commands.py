@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import re
 import subprocess
@@ -19,6 +20,12 @@ _SCRUBBED = ("SLURM_", "SBATCH_", "PMI_", "PMIX_", "PMI2_")
 _KEPT = ("SLURM_CONF",)
 # A user's own defaults for these commands: filters that would hide a job, formats, a question before a cancel.
 _DEFAULTS = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
+# What sinfo calls nodes that are not down, whatever flags follow: `*` not responding, `~#!%` power, `$@^-+` plans.
+_UP = ("alloc", "comp", "idle", "mix", "plan", "resv", "reserved")
+# `State=DOWN+DRAIN+NOT_RESPONDING`, in older versions `State=DOWN*+DRAIN`.
+_DOWN = re.compile(r"NodeName=(\S+) (?:.* )?State=DOWN\b")
+
+log = logging.getLogger(__name__)
 
 
 class SlurmError(Exception):
@@ -138,10 +145,21 @@ def down_nodes(hosts: Sequence[str], *, timeout_s: float = PATIENCE_S) -> set[st
     """Those of these nodes that Slurm calls down. Raises SlurmError."""
     if not hosts:
         return set()
-    text = call(["sinfo", "--noheader", "-N", "--nodes", ",".join(hosts), "-o", "%N|%T"], timeout_s=timeout_s)
+    text = call(["sinfo", "--noheader", "--all", "-N", "--nodes", ",".join(hosts), "-o", "%N|%T"], timeout_s=timeout_s)
     rows = [line.split("|") for line in text.splitlines() if "|" in line]
     # `down*` too: not responding *and* given up. A mere `*` (idle*, mixed*) is not.
-    return {name.strip() for name, state in rows if state.strip().lower().startswith("down")}
+    states = {name.strip(): state.strip().lower() for name, state in rows}
+    down = {name for name, state in states.items() if state.startswith("down")}
+    # What else was decided about a node hides whether it is down: drained*, fail*, reboot^, maint …
+    unclear = sorted(name for name, state in states.items() if not state.startswith(("down", *_UP)))
+    if unclear:
+        try:
+            text = call(["scontrol", "--oneliner", "show", "node", ",".join(unclear)], timeout_s=timeout_s)
+        except SlurmError as error:
+            log.warning("whether %s are down is not known: %s", ", ".join(unclear), error)
+        else:
+            down |= {found[1] for found in map(_DOWN.match, text.splitlines()) if found}
+    return down
 
 
 def config_value(name: str, *, timeout_s: float = PATIENCE_S) -> str:

@@ -19,6 +19,7 @@ from miles_hpc.launch.allocation import JobKey, NotInAllocation, expand_hosts
 from miles_hpc.launch.job_files import job_of, requeue_path, write_exit_code, write_requeue
 from miles_hpc.launch.job_states import Life
 from miles_hpc.launch.slurm_commands import SlurmError
+from miles_hpc.launch.step_daemon import StepDaemon
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class SlurmSite:
             raise NotInAllocation("SLURM_JOB_ID is not set, but this run was started as one under Slurm")
         self._run_dir, self._attempt, self._config = run_dir, attempt, config
         self._job: JobKey = job
+        self._daemon = StepDaemon()
         self._step = environ.get("SLURM_STEP_ID", "0")
         end = environ.get("SLURM_JOB_END_TIME", "")
         self._end = float(end) if end.isdigit() else None
@@ -54,13 +56,18 @@ class SlurmSite:
 
     def look(self, hosts: Sequence[str]) -> SiteSeen:
         """The end of the allocation is asked for each time: it can be extended."""
+        # Two questions: what one of them has found out counts, whatever becomes of the other.
+        down: set[str] = set()
         try:
-            row = slurm_commands.squeue([self._job.job_id]).get(self._job.job_id)
             down = slurm_commands.down_nodes([host.partition(".")[0] for host in hosts])
         except SlurmError as error:
-            if self._end is None:
+            log.warning("which nodes are down is not known: %s", error)
+        row = None  # the end that was known at the start still holds, or comes later
+        try:
+            row = slurm_commands.squeue([self._job.job_id]).get(self._job.job_id)
+        except SlurmError as error:
+            if self._end is None and not down:
                 raise SiteError(str(error)) from error
-            row, down = None, set()  # the end that was known at the start still holds, or comes later
         if row is not None and row.state.life is Life.RUNNING:
             self._end = row.end
         left = None if self._end is None else self._end - time.time()
@@ -110,7 +117,7 @@ class SlurmSite:
 
         Otherwise the end of the last task is enough.
         """
-        if not lost and not first_node_lost and not step_daemon_gone():
+        if not lost and not first_node_lost and not self._daemon.gone():
             return
         again = requeue_path(self._run_dir, self._job).exists()
         if first_node_lost:
@@ -122,27 +129,6 @@ class SlurmSite:
             slurm_commands.call(argv)
         except SlurmError as error:
             log.error("the allocation may stay open: %s: run `scancel %s`", error, self._job.job_id)
-
-
-def step_daemon_gone(proc: Path = Path("/proc")) -> bool:
-    """Whether the slurmstepd that started this node's warden is dead: srun then waits for this node for ever."""
-    pid = os.getpid()
-    for _ in range(3):  # this hub, its agent, its warden: the next one is the daemon
-        pid = _parent(proc, pid)
-        if pid <= 1:
-            return pid == 1
-    try:
-        return not (proc / str(pid) / "comm").read_text().startswith("slurmstepd")
-    except OSError:
-        return True
-
-
-def _parent(proc: Path, pid: int) -> int:
-    try:
-        stat = (proc / str(pid) / "stat").read_text()
-    except OSError:
-        return 0
-    return int(stat[stat.rindex(")") + 2 :].split()[1])
 
 
 def _summary(run_dir: Path, attempt: int) -> dict[str, Any]:

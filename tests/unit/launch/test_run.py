@@ -115,6 +115,35 @@ def test_a_fresh_status_speaks_before_slurm_and_says_whether_all_is_ready(place,
     assert of(place, slurm).state is State.RUNNING and not slurm.asked
 
 
+@pytest.mark.parametrize("behind_s", [3600.0, 20.0, -3600.0])
+def test_a_hub_whose_clock_differs_is_known_by_what_it_writes(place, slurm, behind_s):
+    """Without Slurm's word, too: it is down here."""
+    attempt(place)
+    slurm.down = True
+    run = of(place, slurm)
+    status(place, age_s=behind_s)
+    assert run.state is (State.UNKNOWN if behind_s > 0 else State.RUNNING), "at first sight only the clocks tell"
+    for later in range(1, 4):
+        slurm.clock.now += 5
+        status(place, age_s=behind_s - 5 * later)
+        assert run.state is State.RUNNING
+    slurm.clock.now += run_module.FRESH_S + 1
+    assert run.state is State.UNKNOWN, "it writes no more"
+
+
+@pytest.mark.parametrize("restarts, ready, found", [
+    (0, 1.0, State.RUNNING), (0, None, State.STARTING), (1, 1.0, State.STARTING),
+])  # fmt: skip
+def test_while_slurm_calls_the_job_running_the_last_status_says_whether_all_was_ready(
+    place, slurm, restarts, ready, found
+):
+    """However old it seems, unless it is of an earlier start of the job."""
+    attempt(place)
+    status(place, age_s=60.0, ready=ready)
+    slurm.queue["7"] = row("RUNNING", restarts=restarts)
+    assert of(place, slurm).state is found
+
+
 def test_an_old_status_or_another_attempt_s_says_nothing(place, slurm):
     attempt(place)
     slurm.queue["7"] = row("PENDING", reason="Priority")
@@ -163,7 +192,6 @@ def test_a_sign_of_life_begins_the_time_anew(place, slurm):
     slurm.clock.now += 50
     status(place)
     assert run.state is State.RUNNING
-    status(place, age_s=60)
     slurm.clock.now += 50
     assert run.state is State.UNKNOWN
 
@@ -377,3 +405,32 @@ def test_a_slurm_that_does_not_answer_says_so_until_an_end_is_known(site, slurm)
     mine.look([])
     slurm.down = True
     assert 90 < mine.look([]).seconds_left <= 100
+
+
+def test_what_squeue_says_counts_when_sinfo_fails(site, slurm, monkeypatch):
+    """Also an end that was extended, and the other way round."""
+    mine = site()
+    assert mine.look([]).seconds_left <= 100
+    slurm.queue["7"] = row("RUNNING", end=time.time() + 1000)
+    with monkeypatch.context() as patch:
+
+        def down_nodes(hosts):
+            raise SlurmError("sinfo ended with 1: Unable to contact slurm controller")
+
+        patch.setattr(slurm_site.slurm_commands, "down_nodes", down_nodes)
+        assert mine.look(["n2"]).seconds_left > 900
+    slurm.down = True
+    for each in (mine, site()):
+        assert each.look(["n2"]).down_hosts == {"n2"}
+
+
+def test_a_step_whose_nodes_have_all_ended_is_left_to_slurm(site, monkeypatch):
+    """Also in a container, where another process than slurmstepd is the warden's parent."""
+    called = []
+    monkeypatch.setattr(slurm_site.slurm_commands, "call", called.append)
+    mine = site()
+    mine.on_leave([], False)
+    assert not called
+    mine.on_leave(["n2"], False)
+    mine.on_leave(["n1"], True)
+    assert called == [["scancel", "7.0"], ["scancel", "7"]]

@@ -9,7 +9,7 @@ from miles_hpc.config.errors import ConfigError, ConflictError
 from miles_hpc.config.load import load
 from miles_hpc.config.schema import ContainerConfig, SlurmConfig
 from miles_hpc.launch import slurm_options, submission
-from miles_hpc.launch.slurm_commands import call, moment, scrubbed, seconds_of, squeue
+from miles_hpc.launch.slurm_commands import SlurmError, call, down_nodes, moment, scrubbed, seconds_of, squeue
 
 pytestmark = pytest.mark.unit
 
@@ -165,6 +165,55 @@ def test_times_and_settings_as_slurm_prints_them():
     assert moment("N/A") is None and moment("Unknown") is None
     assert moment("2026-01-02T03:04:05") is not None
     assert (seconds_of("30 sec", 5), seconds_of("", 5)) == (30, 5)
+
+
+_SHOWN = {
+    # as sinfo shows it: (State of `scontrol show node`, whether the node is down)
+    "down": ("DOWN", True), "down*": ("DOWN+NOT_RESPONDING", True), "down~": ("DOWN+POWERED_DOWN", True),
+    "down#": ("DOWN+POWERING_UP", True), "down!": ("DOWN+POWER_DOWN", True), "down%": ("DOWN+POWERING_DOWN", True),
+    "down$": ("DOWN+MAINT", True), "down@": ("DOWN+REBOOT_REQUESTED", True), "down^": ("DOWN+REBOOT_ISSUED", True),
+    "drained*": ("DOWN+DRAIN+NOT_RESPONDING", True), "drained~": ("DOWN*+DRAIN", True),
+    "drained": ("IDLE+DRAIN", False), "drained@": ("IDLE+DRAIN+REBOOT_REQUESTED", False),
+    "draining*": ("ALLOCATED+DRAIN+NOT_RESPONDING", False), "draining": ("DOWN+COMPLETING+DRAIN", True),
+    "fail*": ("DOWN+FAIL+NOT_RESPONDING", True), "failing": ("ALLOCATED+FAIL", False),
+    "reboot^": ("DOWN+REBOOT_ISSUED", True), "maint*": ("DOWN*+MAINT", True), "maint": ("IDLE+MAINT", False),
+    "idle*": ("IDLE+NOT_RESPONDING", False), "idle~": ("IDLE+POWERED_DOWN", False), "mixed-": ("MIXED+PLANNED", False),
+    "allocated+": ("ALLOCATED+COMPLETING", False), "mixed$": ("MIXED+MAINT", False), "planned": ("IDLE+PLANNED", False),
+    "inval": ("IDLE+INVALID_REG", False), "unknown*": ("UNKNOWN+NOT_RESPONDING", False),
+}  # fmt: skip
+
+
+def _nodes(tmp_path, scontrol: str = "") -> dict[str, str]:
+    """Node -> its state for people, of a cluster whose sinfo and scontrol speak as the real ones do."""
+    nodes = {f"n{number}": shown for number, shown in enumerate(_SHOWN)}
+    # sinfo has a line for each partition that a node is in.
+    rows = "".join(f"{name}|{shown}\n" * 2 for name, shown in nodes.items())
+    (tmp_path / "rows").write_text(rows)
+    lines = [
+        f"NodeName={name} Arch=x86_64 CoresPerSocket=1 OS=Linux 6.1 #1 SMP  State={_SHOWN[shown][0]} ThreadsPerCore=1"
+        for name, shown in nodes.items()
+    ]
+    (tmp_path / "lines").write_text("\n".join(lines) + "\n")
+    (tmp_path / "bin" / "sinfo").write_text(f"#!/bin/sh\ncat {tmp_path}/rows\n")
+    # The names come as one word with commas.
+    answer = f'for name in $(echo "$4" | tr , " "); do grep "^NodeName=$name " {tmp_path}/lines; done'
+    (tmp_path / "bin" / "scontrol").write_text(scontrol or f"#!/bin/sh\n{answer}\n")
+    for name in ("sinfo", "scontrol"):
+        (tmp_path / "bin" / name).chmod(0o755)
+    return nodes
+
+
+def test_a_node_is_down_whatever_else_was_decided_about_it(tmp_path):
+    nodes = _nodes(tmp_path)
+    assert down_nodes([*nodes, "unheard-of"]) == {name for name, shown in nodes.items() if _SHOWN[shown][1]}
+
+
+def test_nodes_that_are_plainly_down_are_known_without_scontrol(tmp_path):
+    nodes = _nodes(tmp_path, "#!/bin/sh\nexit 1\n")
+    assert down_nodes([*nodes]) == {name for name, shown in nodes.items() if shown.startswith("down")}
+    (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(SlurmError, match="sinfo ended with 1"):
+        down_nodes([*nodes])
 
 
 def test_a_user_s_own_defaults_for_slurm_s_commands_do_not_reach_those_of_a_run(tmp_path, monkeypatch):
