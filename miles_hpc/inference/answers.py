@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from miles_hpc.inference.engine_api import version_of
+from miles_hpc.inference.merging import Answer, AnswerInvalid, Meta, joined
 
 Span = tuple[int, int, int]
 """(weight version, first output token, one past the last)."""
@@ -70,50 +72,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine counted, by the names in `COUNTS`; further ones are left out."""
 
 
-class AnswerInvalid(ValueError):
-    """An answer that does not fit together; the text says which part."""
-
-
-class _SpanOnWire(msgspec.Struct):
-    version: str | int
-    start: int
-    end: int
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: dict[str, Any] | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
-    weight_version: str | int | None = None
-    weight_versions: list[_SpanOnWire] | None = None
-    prompt_tokens: float | None = None
-    completion_tokens: float | None = None
-    cached_tokens: float | None = None
-    spec_num_correct_drafts: float | None = None
-    spec_num_proposed_drafts: float | None = None
-    spec_verify_ct: float | None = None
-
-    def stats(self) -> dict[str, float]:
-        return {name: value for name in COUNTS if (value := getattr(self, name)) is not None}
-
-
-class _Answer(msgspec.Struct):
-    meta_info: _Meta
-    output_ids: list[int]
-    text: str = ""
-
-
-def parse_answer(body: bytes, vocab_size: int) -> Generation:
-    """Decode the body of a 200 answer.
+def parse_answer(events: Sequence[bytes], vocab_size: int) -> Generation:
+    """Decode a 200 answer: its body, or of a stream what `Events` kept.
 
     Raises:
         AnswerInvalid: when ids, log-probs and spans do not fit together, or an id is outside 0..vocab_size-1.
     """
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except msgspec.MsgspecError as error:
-        raise AnswerInvalid(f"not a /generate answer: {error}") from error
-    meta, ids = answer.meta_info, answer.output_ids
-    reason = (meta.finish_reason or {}).get("type")
+    answer = joined(events)
+    meta, ids, reason = answer.meta_info, answer.output_ids, answer.meta_info.reason
     if reason not in ("stop", "length", "abort"):
         raise AnswerInvalid(f"finish_reason.type: expected stop, length or abort, found {reason!r}")
     if reason == "abort":
@@ -133,11 +99,11 @@ def parse_answer(body: bytes, vocab_size: int) -> Generation:
         finish_reason=reason,
         weight_versions=_spans(meta, len(ids)),
         text=answer.text,
-        stats=meta.stats(),
+        stats=_stats(meta),
     )
 
 
-def _aborted(answer: _Answer, vocab_size: int) -> Generation:
+def _aborted(answer: Answer, vocab_size: int) -> Generation:
     """What was drawn until the abort: as many tokens as come with a log-prob and a weight version."""
     meta, drawn = answer.meta_info, answer.meta_info.output_token_logprobs or []
     ids, logprobs = [], []
@@ -157,11 +123,15 @@ def _aborted(answer: _Answer, vocab_size: int) -> Generation:
         finish_reason="abort",
         weight_versions=spans,
         text=answer.text if ids else "",
-        stats=meta.stats(),
+        stats=_stats(meta),
     )
 
 
-def _spans(meta: _Meta, num_tokens: int) -> list[Span]:
+def _stats(meta: Meta) -> dict[str, float]:
+    return {name: value for name in COUNTS if (value := getattr(meta, name)) is not None}
+
+
+def _spans(meta: Meta, num_tokens: int) -> list[Span]:
     if not meta.weight_versions:
         return [(version_of(meta.weight_version), 0, num_tokens)] if num_tokens else []
     spans = [(version_of(s.version), s.start, s.end) for s in meta.weight_versions if s.end > s.start]

@@ -11,9 +11,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from miles_hpc.inference.answers import AnswerInvalid, Generation, SamplingParams, Span, parse_answer
+from miles_hpc.inference.answers import Generation, SamplingParams, Span, parse_answer
 from miles_hpc.inference.engine_api import UNPUBLISHED
 from miles_hpc.inference.http_session import Withdrawn, brief
+from miles_hpc.inference.merging import AnswerInvalid
 from miles_hpc.inference.router_api import RouterApi, RouterError
 from miles_hpc.inference.streams import IDLE_S, EngineBook, SilenceWatch, Silent, StreamCut, Waiting, read_answer
 
@@ -196,7 +197,7 @@ class GenerateClient:
             raise NoRouter("no router is in the address book")
         try:
             with self._watch.over(url, deadline) as waiting:
-                status, body = await self._post(url, payload, headers, waiting)
+                status, events = await self._post(url, payload, headers, waiting)
         except Withdrawn as error:
             raise RequestLost(f"router {url} was withdrawn with the request in flight") from error
         except Silent as error:
@@ -204,9 +205,9 @@ class GenerateClient:
         except asyncio.TimeoutError as error:
             raise _CutOff(f"router {url} did not answer before the deadline") from error
         if status != 200:
-            raise await self._failure(url, status, body)
+            raise await self._failure(url, status, b"".join(events))
         try:
-            generation = parse_answer(body, self._vocab_size)
+            generation = parse_answer(events, self._vocab_size)
         except AnswerInvalid as error:
             raise EngineFailed(f"router {url}: {error}") from error
         if generation.finish_reason == "abort" and not take_aborted():
@@ -217,7 +218,7 @@ class GenerateClient:
 
     async def _post(
         self, url: str, payload: dict[str, Any], headers: dict[str, str], waiting: Waiting
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, list[bytes]]:
         body = _encoder.encode(payload)
         try:
             async with self._http.post(f"{url}/generate", data=body, headers=headers) as response:

@@ -17,6 +17,7 @@ from types import TracebackType
 import aiohttp
 
 from miles_hpc.inference.http_session import Withdrawn
+from miles_hpc.inference.merging import Events
 from miles_hpc.wire.ids import Generation
 
 IDLE_S = 30.0
@@ -41,16 +42,16 @@ class Silent(ConnectionError):
     """Nothing came for too long; the text says what was known of the engines."""
 
 
-async def read_answer(response: aiohttp.ClientResponse, pulse: Waiting) -> tuple[int, bytes]:
-    """Status and body of a `/generate` answer; of a stream the last event, which is the whole answer.
+async def read_answer(response: aiohttp.ClientResponse, pulse: Waiting) -> tuple[int, list[bytes]]:
+    """Status and body of a `/generate` answer; of a stream the events that make the whole answer.
 
     Raises:
         StreamCut: when a stream ended without `[DONE]`.
     """
     if response.content_type != "text/event-stream":
-        return response.status, await response.read()
+        return response.status, [await response.read()]
     _acknowledge(response)
-    buffer, last, ended, content = b"", b"", False, response.content
+    buffer, ended, content, events = b"", False, response.content, Events()
     while piece := await content.readany():
         pulse.beat()
         # An end of an event may lie across two pieces.
@@ -58,20 +59,20 @@ async def read_answer(response: aiohttp.ClientResponse, pulse: Waiting) -> tuple
         buffer = buffer + piece if buffer else piece
         if buffer.find(_EVENT_END, searched) < 0:
             continue
-        *events, buffer = buffer.split(_EVENT_END)
-        for event in reversed(events):
+        *whole, buffer = buffer.split(_EVENT_END)
+        for event in whole:
             if event.startswith(_DONE):
                 ended = True
             elif event.startswith(_DATA):
-                last = event[len(_DATA) :]
-                break
+                events.take(event[len(_DATA) :])
         if ended:
             # A connection can be used again once it is read to the end of the body, which comes at once.
             with contextlib.suppress(aiohttp.ClientError, ConnectionError):
                 await content.readany()
             # An error that comes up after the status was sent is an event of its own.
-            return (400 if last.startswith(b'{"error"') else response.status), last
-    raise StreamCut(f"the stream ended after {len(last)} bytes without [DONE]")
+            error = bool(events.needed) and events.needed[-1].startswith(b'{"error"')
+            return (400, events.needed[-1:]) if error else (response.status, events.needed)
+    raise StreamCut(f"the stream ended after {sum(map(len, events.needed))} bytes without [DONE]")
 
 
 def _acknowledge(response: aiohttp.ClientResponse) -> None:
