@@ -2,11 +2,12 @@
 
 Known differences from SGLang, on purpose: `/health` answers at once, busy or paused (SGLang generates a token for it,
 unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0); an out-of-range token id is a 400 (it kills SGLang); `stream` is for
-one sequence, and its events come by time, not by token; seeds count (SGLang ignores them by default), and the n samples
-of a seeded request get n of them; a stop token in the last allowed place is reported as `stop` (SGLang: `length`); an
-in-place pause with `flush_cache` refuses an update before it changes anything (SGLang swaps the weights, then answers
-400); no key and value is ever used after the request that it was computed for, so nothing old is met in place;
-`served_model_name` outlives an update (SGLang: the new path); weights of another shape are refused (SGLang ends).
+one sequence, its events come by time, not by token, and incremental ones have the text in the last; seeds count (SGLang
+ignores them by default), and the n samples of a seeded request get n of them; a stop token in the last allowed place is
+reported as `stop` (SGLang: `length`); an in-place pause with `flush_cache` refuses an update before it changes anything
+(SGLang swaps the weights, then answers 400); no key and value is ever used after the request that it was computed for,
+so nothing old is met in place; `served_model_name` outlives an update (SGLang: the new path); weights of another shape
+are refused (SGLang ends).
 """
 
 from __future__ import annotations
@@ -102,10 +103,11 @@ async def _bad_requests(
 class EngineApi:
     """The routes over one backend."""
 
-    def __init__(self, backend: Backend, host: str, port: int) -> None:
+    def __init__(self, backend: Backend, host: str, port: int, *, incremental: bool = False) -> None:
         self._backend = backend
         self._host = host
         self._port = port
+        self._incremental = incremental
         self._live: set[str] = set()
         self._openapi: dict[str, dict[str, Any]] = {}
 
@@ -204,7 +206,8 @@ class EngineApi:
         requests, many = parse_generate(body, self._backend)
         if body.get("stream"):
             return await self._stream(
-                requests, lambda one, result: stream_generate(request, one, result, self._backend)
+                requests,
+                lambda one, result: stream_generate(request, one, result, self._backend, incremental=self._incremental),
             )
         results = await self._run(requests)
         answers = [
@@ -365,6 +368,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weight-version", default="default", help="label of the first weights")
     parser.add_argument("--max-running-requests", type=int, default=64, help="requests generated at once")
     parser.add_argument("--context-length", type=int, default=0, help="longest sequence; 0: the model's")
+    parser.add_argument(
+        "--incremental-streaming-output", action="store_true", help="events of /generate hold what is new only"
+    )
 
 
 def common_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -388,17 +394,20 @@ def run_program(parser: argparse.ArgumentParser, program: Coroutine[Any, Any, No
     return 0
 
 
-async def serve(backend: Backend, host: str, port: int) -> None:
+async def serve(backend: Backend, args: argparse.Namespace) -> None:
     """Serve until a stop signal, then abort what runs and return.
+
+    Args:
+        args: what `add_arguments` brought.
 
     Raises:
         PortTakenError: when the port cannot be listened on.
         Exception: whatever the engine failed with.
     """
     logging.getLogger("aiohttp.server").addFilter(_is_not_a_stray)
-    stopped = stop_event()
+    stopped, host, port = stop_event(), args.host, args.port
     runner = web.AppRunner(
-        EngineApi(backend, host, port).application(),
+        EngineApi(backend, host, port, incremental=args.incremental_streaming_output).application(),
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=3600.0,

@@ -409,7 +409,7 @@ async def _main(args: argparse.Namespace) -> None:
     from miles_hpc.engine.api import common_settings, serve
 
     backend = FakeBackend(args.model_path, token_ms=args.token_ms, **common_settings(args))
-    await serve(backend, args.host, args.port)
+    await serve(backend, args)
 
 
 def main(argv: list[str] | None = None) -> int:

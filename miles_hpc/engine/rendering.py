@@ -100,6 +100,13 @@ def partial_answer(request: Request, result: Result, backend: Backend) -> dict[s
     return answer
 
 
+def from_token(answer: dict[str, Any], start: int) -> dict[str, Any]:
+    """A `/generate` answer with ids and log-probs from output token `start` on, and counts and spans of all."""
+    meta = answer["meta_info"]
+    rows = {key: meta[key][start:] for key in ("output_token_logprobs", "output_top_logprobs") if key in meta}
+    return {**answer, "output_ids": answer["output_ids"][start:], "meta_info": {**meta, **rows}}
+
+
 def _token_entry(tokenizer: ChatTokenizer, logprob: float | None, token: int) -> dict[str, Any]:
     return {"token": tokenizer.token_text(token), "bytes": list(tokenizer.token_bytes(token)), "logprob": logprob}
 

@@ -14,7 +14,7 @@ async def _main(args: argparse.Namespace) -> None:
     from miles_hpc.engine.embedded.backend import EmbeddedBackend
 
     backend = EmbeddedBackend(args.model_path, threads=args.threads, **common_settings(args))
-    await serve(backend, args.host, args.port)
+    await serve(backend, args)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,18 +20,26 @@ _encoder = msgspec.json.Encoder()
 
 
 async def stream_generate(
-    http: web.Request, request: Request, result: asyncio.Future[Result], backend: Backend
+    http: web.Request, request: Request, result: asyncio.Future[Result], backend: Backend, *, incremental: bool
 ) -> web.StreamResponse:
-    """`/generate` with `stream`: each event is the answer so far, cumulative; the last one is the whole answer."""
+    """`/generate` with `stream`: each event is the answer so far, or, incremental, what is new of it.
+
+    The text of an incremental one is in its last event: what ends the answer may take some of it back.
+    """
     response: web.StreamResponse | None = None
     told = 0
     while not await _ended(result):
         response = response or await _open(http)
         partial = backend.partial(request.rid)
         if partial is not None and len(partial.output_ids) > told:
+            answer = rendering.partial_answer(request, partial, backend)
+            if incremental:
+                answer = {**rendering.from_token(answer, told), "text": ""}
             told = len(partial.output_ids)
-            await response.write(_event(rendering.partial_answer(request, partial, backend)))
+            await response.write(_event(answer))
     whole = rendering.generate_answer(request, result.result(), backend)
+    if incremental:
+        whole = rendering.from_token(whole, told)
     if response is None:
         # A short answer is one packet: its head, its one event and its end together.
         return web.Response(body=_event(whole) + _DONE, headers=_HEADERS)

@@ -87,6 +87,7 @@ def _embedded(config: Config, model: ServedModel, ctx: LaunchCommandContext) -> 
     address = ctx.self_addrs["http"]
     arguments = [
         *_listen(address),
+        "--incremental-streaming-output",
         f"--model-path={model.path}",
         *("--threads", str(config.inference.threads)),
         *("--max-running-requests", str(config.inference.max_running_requests)),
@@ -98,6 +99,7 @@ def _fake(config: Config, model: ServedModel, ctx: LaunchCommandContext) -> list
     address = ctx.self_addrs["http"]
     arguments = [
         *_listen(address),
+        "--incremental-streaming-output",
         f"--model-path={model.path}",
         *("--token-ms", f"{config.inference.fake_token_ms:g}"),
     ]

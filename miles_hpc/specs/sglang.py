@@ -47,6 +47,8 @@ def sglang_command(
         "log_level": "warning",
         "enable_metrics": True,  # the health watch reads them
         "stream_interval": stream_interval(config.rollout.max_response_tokens),
+        # Otherwise each event of a stream holds the whole answer so far. Every SGLang with versions by token has it.
+        "incremental_streaming_output": True,
     }
     if (tensor := tensor_parallel(gpus, nodes, arguments)) > 1:
         given["tensor_parallel_size"] = tensor
@@ -80,8 +82,8 @@ def sglang_command(
 def stream_interval(most_tokens: int) -> int:
     """Tokens between two events of a streamed answer.
 
-    Each event holds the whole answer so far, so that many events of a long one cost far more than the answer; few
-    would leave a client in silence for so long that it takes the engine for lost (`inference.streams`).
+    An event costs a kilobyte and a wake-up of engine, router and client beside its tokens; few events would leave a
+    client in silence for so long that it takes the engine for lost (`inference.streams`).
     """
     return max(8, min(64, most_tokens // 128))
 

@@ -147,6 +147,7 @@ def test_an_engines_own_parser_reads_hostile_paths_as_they_are(engine, path):
     assert (args.model_path, args.chat_template, args.host, args.port) == (path, path, "127.0.0.2", 4321)
     assert (args.token_ms, args.threads) == ((2.5, None) if engine == "fake" else (None, 3))
     assert argv[2] == {"fake": "miles_hpc.engine.fake", "embedded": "miles_hpc.engine.serve"}[engine]
+    assert args.incremental_streaming_output is True
 
 
 def test_the_real_sglang_gets_server_arguments_by_field_name():
@@ -173,6 +174,14 @@ def test_the_real_sglang_gets_server_arguments_by_field_name():
 def test_long_answers_are_streamed_in_larger_pieces(tokens, interval):
     spec = specs_of("inference.engine=sglang", f"rollout.max_response_tokens={tokens}")["engine"]
     assert f"--stream-interval={interval}" in spec.launch_command(context(http=1, nccl=2))
+
+
+@pytest.mark.parametrize(
+    ("own", "incremental"), [((), True), (("inference.sglang.incremental-streaming-output=false",), False)]
+)
+def test_streams_are_incremental_unless_the_run_file_says_otherwise(own, incremental):
+    argv = specs_of("inference.engine=sglang", *own)["engine"].launch_command(context(http=1, nccl=2))
+    assert ("--incremental-streaming-output" in argv) is incremental
 
 
 @pytest.mark.parametrize(("own", "tensor", "ranks"), [((), 2, 4), (("inference.sglang.tp=1",), 1, 2)])
