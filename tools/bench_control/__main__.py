@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from processes import IDLE_S
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SIDE_S = 280.0
@@ -147,6 +149,11 @@ def main() -> int:
     for name, limit in LIMITS:
         value = found[name]
         print(f"{name:<50} {'not known' if value is None else f'{value:g}':>10} {'limit':>10} {limit:>8g}")
+    own = ", ".join(f"{name} {found[f'{name}_pss_mb']:g}" for name in ("hub", "agent", "warden"))
+    print(f"after {IDLE_S:g} s of idleness ours is, in MB: {own}")
+    if given.with_ray:
+        parts = sorted(f"{kind} {'+'.join(map(str, sizes))}" for kind, sizes in found["ray_processes"].items())
+        print(f"and Ray's: {', '.join(parts)}; without the driver and its two actors")
     print(f"load before: {found['load_before']}. Ratios hold on a busy machine, times do not. Ray's time of death is a")
     print("client's (a call raises); ours is the hub's, which tells clients at once. Ray has no dashboard here.")
     if given.json:

@@ -10,7 +10,7 @@ import shutil  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from processes import percentile, pss_mb  # noqa: E402
+from processes import IDLE_S, percentile, pss_mb  # noqa: E402
 
 from miles_hpc.config.load import write_resolved  # noqa: E402
 from miles_hpc.config.schema import Config, HealConfig, InferenceConfig, ModelConfig, RuntimeConfig  # noqa: E402
@@ -19,7 +19,7 @@ from miles_hpc.launch.local import LocalRun, start_local  # noqa: E402
 from miles_hpc.postmortem.reading import Tail  # noqa: E402
 from miles_hpc.wire.security import create_secrets  # noqa: E402
 
-DEATHS, ENGINES, IDLE_S = 40, 4, 3.0
+DEATHS, ENGINES = 40, 4
 
 
 def stub(place: Path) -> Path:

@@ -8,6 +8,9 @@ import socket
 import time
 from pathlib import Path
 
+IDLE_S = 3.0
+"""Seconds that a plane is left alone before its memory is read."""
+
 
 def pss_mb(pids: list[int]) -> float:
     """Proportional set size of some processes together, in MB (10^6)."""
@@ -35,6 +38,18 @@ def marked(variable: str, value: str) -> dict[int, str]:
         except OSError:
             continue
     return found
+
+
+def kind_of(command: str) -> str:
+    """Short name of a process: its program, or the module or script that its interpreter runs.
+
+    Ray's workers call themselves `ray::IDLE` and the like.
+    """
+    words = [word for word in command.split() if not word.startswith("-")]
+    if not words:
+        return "?"
+    name = Path(words[0]).name
+    return Path(words[1]).name if name.startswith("python") and len(words) > 1 else name
 
 
 def percentile(values: list[float], share: float) -> float:

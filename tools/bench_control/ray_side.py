@@ -12,7 +12,7 @@ import tempfile  # noqa: E402
 import threading  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from processes import marked, percentile, pss_mb, wait_until_readable  # noqa: E402
+from processes import IDLE_S, kind_of, marked, percentile, pss_mb, wait_until_readable  # noqa: E402
 
 MARK = "BENCH_CONTROL_RAY"
 os.environ[MARK] = str(os.getpid())
@@ -65,9 +65,15 @@ def main():
     ray.get(waiting)
     per_s = CALLS / (time.perf_counter() - started)
 
-    # The plane: everything that Ray runs beside this driver, the two actors' own processes left out.
+    # The plane: everything that Ray runs beside this driver, the two actors' own processes left out. Workers that Ray
+    # starts before anybody asks for them come, and go, in the seconds after the first actors.
     ours = {ray.get(actor.pid.remote()), ray.get(starter.pid.remote()), os.getpid()}
-    plane = [pid for pid in marked(MARK, str(os.getpid())) if pid not in ours]
+    time.sleep(IDLE_S)
+    plane = {pid: kind_of(line) for pid, line in marked(MARK, str(os.getpid())).items() if pid not in ours}
+    sizes = {}
+    for pid, kind in plane.items():
+        sizes.setdefault(kind, []).append(pss_mb([pid]))
+    total = pss_mb(list(plane))
 
     deaths = []
     for _ in range(DEATHS):
@@ -95,8 +101,8 @@ def main():
                 "ray_rpc_p50_us": round(percentile(times, 50) * 1e6, 1),
                 "ray_rpc_per_s": round(per_s),
                 "ray_ready_s": round(ready_s, 3),
-                "ray_pss_mb": pss_mb(plane),
-                "ray_processes": len(plane),
+                "ray_pss_mb": total,
+                "ray_processes": sizes,
                 "ray_death_ms_p50": round(percentile(deaths, 50), 2),
             }
         )
