@@ -28,7 +28,12 @@ def by_path(name: str, path: Path) -> Any:
     return sys.modules[name]
 
 
-by_path("sglang_contract", Path(__file__).parent / "contract" / "cases.py")
+for name, file in (
+    ("engine_contract", "cases"),
+    ("stream_contract", "stream_cases"),
+    ("weight_contract", "weight_cases"),
+):
+    by_path(name, Path(__file__).parent / "contract" / f"{file}.py")
 FLEET = by_path("sglang_fleet", ROOT / "tests" / "process" / "inference" / "conftest.py")
 
 

@@ -141,7 +141,7 @@ def test_versions_from_disk_are_seen_in_the_tokens_and_the_key_nowhere(pair):
 def test_weights_that_do_not_fit_never_reach_an_engine_and_the_old_ones_keep_serving(pair, fault, tmp_path):
     async def body(session):
         version = await session.publish()
-        bad = sys.modules["sglang_contract"].misfit(session.weights(version), tmp_path / "misfit", fault)
+        bad = sys.modules["weight_contract"].misfit(session.weights(version), tmp_path / "misfit", fault)
         window = await session.controller.start_update_weights(60)
         with pytest.raises(WeightsNotTaken, match=r"do not fit the model: model\.layers\.0\.mlp\.down_proj\.weight"):
             await update_from_disk(window.engines, str(bad), version + 1, http=session.http)

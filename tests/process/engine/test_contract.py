@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 
-_PATH = Path(__file__).parents[2] / "sglang" / "contract" / "cases.py"
-_SPEC = importlib.util.spec_from_file_location("engine_contract", _PATH)
-cases = importlib.util.module_from_spec(_SPEC)
-sys.modules["engine_contract"] = cases
-_SPEC.loader.exec_module(cases)
-globals().update({name: case for name, case in vars(cases).items() if name.startswith("test_")})
+_CONTRACT = Path(__file__).parents[2] / "sglang" / "contract"
+for name, file in (
+    ("engine_contract", "cases"),
+    ("stream_contract", "stream_cases"),
+    ("weight_contract", "weight_cases"),
+):
+    if name not in sys.modules:
+        _SPEC = importlib.util.spec_from_file_location(name, _CONTRACT / f"{file}.py")
+        sys.modules[name] = importlib.util.module_from_spec(_SPEC)
+        _SPEC.loader.exec_module(sys.modules[name])
+    globals().update({name: case for name, case in vars(sys.modules[name]).items() if name.startswith("test_")})
+cases = sys.modules["engine_contract"]
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -30,13 +36,36 @@ def contract_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def engine(contract_models: list[Path], server_class: Any) -> Iterator[Any]:
-    server = server_class("miles_hpc.engine.serve", "--model-path", str(contract_models[0]), "--context-length", "1024")
+def start(contract_models: list[Path], server_class: Any) -> Iterator[Any]:
+    """`start("--flag", …)`: an engine of these tests, as a Subject."""
+    servers = []
+
+    def one(*more: str) -> Any:
+        arguments = ("--model-path", str(contract_models[0]), "--context-length", "1024", *more)
+        servers.append(server_class("miles_hpc.engine.serve", *arguments))
+        servers[-1].wait_until_up()
+        return cases.Subject(servers[-1].url, contract_models)
+
     try:
-        server.wait_until_up()
-        yield cases.Subject(server.url, contract_models)
+        yield one
     finally:
-        server.stop()
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(start: Any) -> Any:
+    return start("--incremental-streaming-output")
+
+
+@pytest.fixture(scope="module")
+def incremental(engine: Any) -> Any:
+    return engine
+
+
+@pytest.fixture(scope="module")
+def cumulative(start: Any) -> Any:
+    return start()
 
 
 def test_an_id_that_the_model_does_not_have_is_a_400_and_not_the_end_of_the_engine(engine):
@@ -103,7 +132,7 @@ def test_an_update_keeps_the_served_name(engine):
 def test_weights_that_do_not_fit_are_a_400_with_the_engines_own_words_and_the_old_ones_keep_serving(
     engine, fault, tmp_path
 ):
-    path = cases.misfit(engine.models[1], tmp_path / "misfit", fault)
+    path = sys.modules["weight_contract"].misfit(engine.models[1], tmp_path / "misfit", fault)
 
     async def body(talk):
         bad = {"model_path": str(path), "weight_version": "v9"}

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from miles_hpc.config.schema import MakeModelConfig
+from miles_hpc.specs.engine import engine_specs
 from miles_hpc.train.make_model import make_model
 
-cases = sys.modules["sglang_contract"]
-globals().update({name: case for name, case in vars(cases).items() if name.startswith("test_")})
+cases, streams = sys.modules["engine_contract"], sys.modules["stream_contract"]
+for module in (cases, streams, sys.modules["weight_contract"]):
+    globals().update({name: case for name, case in vars(module).items() if name.startswith("test_")})
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
@@ -23,6 +28,32 @@ def engine(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     base = tmp_path_factory.mktemp("contract")
     models = [Path(pair.config.model.path), make_model(MakeModelConfig(), 1, base / "model-1")]
     return cases.Subject(pair.engines[0].url, models, pair.key)
+
+
+@pytest.fixture(scope="module")
+def incremental(engine: Any) -> Any:
+    """As the specs start one."""
+    return engine
+
+
+@pytest.fixture(scope="module")
+def cumulative(engine: Any, pair: Any, real_config: Any) -> Iterator[Any]:
+    """As somebody else may have started one; in no address book."""
+    config = real_config("inference.sglang.incremental_streaming_output=false")
+    config = msgspec.structs.replace(config, model=pair.config.model)
+    program = pair.from_spec(engine_specs(config)[0], 80)
+    try:
+        pair.wait(program)
+        yield cases.Subject(program.url, engine.models, pair.key)
+    finally:
+        pair.end_tree(program)
+
+
+def test_an_incremental_stream_is_a_fraction_of_a_cumulative_one(incremental, cumulative):
+    async def size(talk):
+        return sum(len(json.dumps(event)) for event in await streams.events_of(talk, cases.LONG))
+
+    assert 5 * incremental.run(size) < cumulative.run(size)
 
 
 def test_in_place_with_a_flush_is_a_400_with_the_weights_already_swapped(engine):
