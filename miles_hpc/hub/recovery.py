@@ -15,7 +15,7 @@ _Found = dict[int, tuple[Node, WorkerState]]
 
 
 class Recovery(msgspec.Struct):
-    """From the claim of an epoch until the tables of all nodes are in, or `timing.dead` is over."""
+    """From the claim of an epoch until the tables of all nodes are in, or `timing.dead` is over and enough of them."""
 
     claimed_at: float
     concluded: bool = False
@@ -81,9 +81,13 @@ def unheard_nodes(core: Core) -> bool:
 
 
 def watch(core: Core, recovery: Recovery) -> None:
-    """Conclude when every table is in, or nothing more is to be expected; free what was held when its node is back."""
+    """Conclude when every table is in, or nothing more is to be expected; free what was held when its node is back.
+
+    A hub that hears too little of the run to act concludes nothing: it would end what runs on the nodes that it hears.
+    """
     missing = missing_nodes(core)
-    if not recovery.concluded and (not missing or core.now - recovery.claimed_at > core.timing.dead):
+    waited = core.standing.acts and core.now - recovery.claimed_at > core.timing.dead
+    if not recovery.concluded and (not missing or waited):
         _conclude(core, recovery, missing)
     elif recovery.concluded and recovery.held and not missing:
         for name in recovery.held:
