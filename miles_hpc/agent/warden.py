@@ -16,7 +16,6 @@ Exit code: the agent's own, or 1 when agents died too often or something could n
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 
@@ -25,6 +24,12 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(
 
 from miles_hpc.agent import procfs
 from miles_hpc.agent.exits import BROKEN
+
+TYPE_CHECKING = False  # not from typing, which a warden has no other use for
+if TYPE_CHECKING:
+    import signal
+else:
+    import _signal as signal  # as in procfs
 
 STOP_GRACE = "8"
 """Default seconds between passing a TERM on to the agent and killing it: it stops its workers in that time."""

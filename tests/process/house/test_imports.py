@@ -119,3 +119,13 @@ def test_typing_extensions_can_be_imported_after_a_lean_start():
     code = "import miles_hpc.wire.lean, typing_extensions; print(typing_extensions.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "typing_extensions"
+
+
+def test_the_warden_loads_hardly_anything():
+    code = f"import sys; sys.path.append({str(PACKAGE.parent)!r}); import miles_hpc.agent.warden; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "miles_hpc.agent.procfs" in loaded
+    assert not {"signal", "enum", "collections", "contextlib", "functools", "re", "typing", "ctypes", "types"} & loaded
