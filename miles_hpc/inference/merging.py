@@ -1,9 +1,10 @@
 """The events of a streamed `/generate` answer, put together in either of SGLang's forms.
 
 Cumulative: an event holds the whole answer so far, which is quadratic traffic. Incremental
-(`--incremental-streaming-output`): it holds the text, ids and log-probs that are new, while its counts are those of
-the whole answer so far. No header says which, but the counts do: with tokens before it, an event cannot be both as
-long as its count and shorter by what came before. (SGLang 0.5.23, read and seen.)
+(`--incremental-streaming-output`): it holds the text, ids and log-probs that are new. No header says which, but
+`output_token_logprobs_length` counts the log-probs of the whole answer so far in both: once some came, an event cannot
+have as many as it counts and fewer by what came before. (SGLang 0.5.23, read and seen.) A stream without that count is
+taken for a cumulative one.
 """
 
 from __future__ import annotations
@@ -61,18 +62,10 @@ class Answer(msgspec.Struct):
 class _Counts(msgspec.Struct):
     output_token_logprobs: list[msgspec.Raw] | None = None
     output_token_logprobs_length: int | None = None
-    completion_tokens: float | None = None
 
 
 class _Glance(msgspec.Struct):
     meta_info: _Counts
-
-
-def _total(counts: _Counts | Meta) -> int | None:
-    """Tokens of the whole answer so far, as an event counts them."""
-    if counts.output_token_logprobs_length is not None:
-        return counts.output_token_logprobs_length
-    return None if counts.completion_tokens is None else int(counts.completion_tokens)
 
 
 class Events:
@@ -101,7 +94,8 @@ def _continues(first: bytes, second: bytes) -> bool | None:
         before, after = (msgspec.json.decode(event, type=_Glance).meta_info for event in (first, second))
     except msgspec.MsgspecError:
         return False  # whatever it is, it is looked at as it stands
-    had, total, new = len(before.output_token_logprobs or ()), _total(after), len(after.output_token_logprobs or ())
+    had, new = len(before.output_token_logprobs or ()), len(after.output_token_logprobs or ())
+    total = after.output_token_logprobs_length
     if not had:
         return None
     # More than it counts: see `_told_again`.
@@ -125,11 +119,11 @@ def joined(events: Sequence[bytes]) -> Answer:
         except msgspec.MsgspecError as error:
             raise AnswerInvalid(f"not a /generate answer: {error}") from error
         meta, new = answer.meta_info, answer.meta_info.output_token_logprobs or []
-        total = _total(meta)
+        total = meta.output_token_logprobs_length
         if meta.reason == "abort" and (told_again := _told_again(answer, rows, text)):
             rows, text = told_again
             ids = [token for _, token, _ in rows]
-        elif len(rows) + len(new) == total or (len(events) == 1 and meta.output_token_logprobs_length is None):
+        elif len(rows) + len(new) == total or (len(events) == 1 and total is None):
             ids += answer.output_ids
             rows += new
             text += answer.text
@@ -145,7 +139,7 @@ def _told_again(abort: Answer, rows: list[LogprobRow], text: str) -> tuple[list[
     In the incremental form SGLang (0.5.23) ends such a one with all log-probs and all text, but of the ids only the
     last. What was still to be sent stands before that in the same event.
     """
-    new, total = abort.meta_info.output_token_logprobs or [], _total(abort.meta_info)
+    new, total = abort.meta_info.output_token_logprobs or [], abort.meta_info.output_token_logprobs_length
     if not total or len(new) < total:
         return None
     unsent, whole = new[: len(new) - total], new[len(new) - total :]
