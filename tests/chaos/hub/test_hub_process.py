@@ -1,5 +1,6 @@
 """The hub's process is killed or stopped; the run does not notice more than a pause of its control plane."""
 
+import json
 import os
 import signal
 import threading
@@ -15,7 +16,9 @@ STEPS = "steps=30"
 
 
 class Caller(threading.Thread):
-    """Asks the router for something every 50 ms, as a client outside of the run would."""
+    """Has the engines generate through the router every 50 ms, as a client outside of the run would."""
+
+    BODY = json.dumps({"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}).encode()
 
     def __init__(self, url):
         super().__init__(daemon=True)
@@ -25,8 +28,11 @@ class Caller(threading.Thread):
     def run(self):
         while not self._over.wait(0.05):
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                    self.answers += answer.status == 200
+                request = urllib.request.Request(
+                    f"{self.url}/generate", self.BODY, {"Content-Type": "application/json"}
+                )
+                with urllib.request.urlopen(request, timeout=20) as answer:
+                    self.answers += len(json.load(answer)["output_ids"]) > 0
             except (urllib.error.URLError, OSError) as error:
                 self.failures.append(repr(error))
 
