@@ -30,10 +30,17 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
-    child = os.fork()
+    # A handler that raises must not do so where the child is not looked after yet.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        child = os.fork()
+    except OSError:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        raise
     if child == 0:
         # A group of its own, so that an interrupted parent ends this process together with what it started.
         os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(read_end)
         code = 1
         try:
@@ -43,8 +50,9 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
         finally:
             sys.stderr.flush()
             os._exit(code)
-    os.close(write_end)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(write_end)
         with os.fdopen(read_end) as answers:
             text = answers.read()
     except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,15 +18,30 @@ from typing import NoReturn
 
 import msgspec
 
-from miles_hpc.cli.exits import BAD_INPUT, FAILED, one_line
+from miles_hpc.cli.exits import BAD_INPUT, DRAINED, FAILED, one_line
 from miles_hpc.cli.parsing import Parser, add_files
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.launch.allocation import JobKey, NotInAllocation, Task
 from miles_hpc.launch.attempts import AttemptError
-from miles_hpc.launch.preparation import PreparationTimeout, Prepared, say_prepared, wait_prepared, wait_shared
+from miles_hpc.launch.preparation import (
+    FirstNodeGone,
+    PreparationTimeout,
+    Prepared,
+    listening_path,
+    say_prepared,
+    wait_prepared,
+    wait_shared,
+)
 from miles_hpc.wire.program import setup_logging
 
 log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What Slurm, a user or an end of the allocation sends; the warden has its own ways with them."""
+
+
+class Signalled(BaseException):
+    """A signal came before this process is a warden. Not an Exception: nothing on the way may take it for its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,14 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = Path(arguments.run_dir).expanduser().absolute()
     if arguments.join:
         return join(run_dir, task)
+    _raise_on_signals()
     if task.index == 0:
         prepared = _prepare_and_say(arguments, run_dir, task)
     else:
         try:
             wait_shared(run_dir)
             prepared = wait_prepared(run_dir, task.job, task.step, arguments.prepare_timeout)
-        except PreparationTimeout as error:
+            _hold_signals()
+        except (PreparationTimeout, FirstNodeGone) as error:
             return _fail(str(error))
+        except Signalled as error:
+            return _drained(f"{error} came to {task.host} while it waited for the first node to prepare the run")
     if prepared.error:
         # Node 0 has said why; the others only end with the same code.
         return prepared.exit_code
@@ -88,10 +108,18 @@ def join(run_dir: Path, task: Task) -> int:
 
 
 def _prepare_and_say(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepared:
+    from miles_hpc.launch.first_node import listening
     from miles_hpc.launch.job_files import write_exit_code
 
     try:
-        prepared = prepare(arguments, run_dir, task)
+        try:
+            with listening(listening_path(run_dir, task.job, task.step), task.nodes):
+                prepared = prepare(arguments, run_dir, task)
+        finally:
+            _hold_signals()
+    except Signalled as error:
+        text = f"{error} came while {task.host} prepared the run: no process of it was started"
+        prepared = Prepared(error=text, exit_code=_drained(text))
     except (ConfigError, AttemptError) as error:
         _refuse(str(error))
         prepared = Prepared(error=one_line(error), exit_code=BAD_INPUT)
@@ -207,6 +235,34 @@ def become_warden(run_dir: Path, task: Task, prepared: Prepared, index: int, *, 
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(argv[0], argv, env)
+
+
+def _raise_on_signals() -> None:
+    """Have a signal end what is being done, with a word about it, where it would end this process without one."""
+
+    def on_signal(number: int, _: object) -> None:
+        _hold_signals()  # one is enough: what is said and written now must not be cut short
+        raise Signalled(signal.Signals(number).name)
+
+    for number in _SIGNALS:
+        signal.signal(number, on_signal)
+    # Slurm signals every process of the step; of the function that runs apart, this process makes an end.
+    os.register_at_fork(after_in_child=_ignore_signals)
+
+
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _hold_signals() -> None:
+    """Leave signals to the warden that this process becomes: what is pending stays so over execve."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _drained(text: str) -> int:
+    print(f"miles-hpc: drained: {one_line(text)}", file=sys.stderr, flush=True)
+    return DRAINED
 
 
 def _refuse(text: str) -> int:

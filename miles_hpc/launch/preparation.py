@@ -18,6 +18,7 @@ import msgspec
 
 from miles_hpc.launch.allocation import JobKey
 from miles_hpc.launch.attempts import attempts_dir
+from miles_hpc.launch.first_node import FirstNode, Listening
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,16 @@ SHARED_WITHIN_S = 20.0
 """What a shared file system may take to show a new directory on another node."""
 
 
+FIRST_SIGN_S = 300.0
+"""What the first node may take to begin, from when another one waits for it."""
+
+
 class PreparationTimeout(Exception):
     """The first node has not said anything in time."""
+
+
+class FirstNodeGone(Exception):
+    """The first node has ended without a word: it was killed while it prepared the run, or lost."""
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +52,11 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 def prepared_path(run_dir: Path, job: JobKey, step: str) -> Path:
     """`<run_dir>/attempts/job-<job id>.<restart>.<step>.json`."""
     return attempts_dir(run_dir) / f"job-{job}.{step}.json"
+
+
+def listening_path(run_dir: Path, job: JobKey, step: str) -> Path:
+    """Where the first node says that it has begun to prepare; see `first_node`."""
+    return attempts_dir(run_dir) / f"job-{job}.{step}.listening"
 
 
 def say_prepared(run_dir: Path, job: JobKey, step: str, prepared: Prepared) -> None:
@@ -77,27 +91,45 @@ def wait_prepared(run_dir: Path, job: JobKey, step: str, timeout_s: float) -> Pr
     """Wait for the first node's word.
 
     Raises:
-        PreparationTimeout: after `timeout_s`.
+        PreparationTimeout: after `timeout_s`, or when it has not begun within `FIRST_SIGN_S`.
+        FirstNodeGone: it ended without a word.
     """
-    path = prepared_path(run_dir, job, step)
+    path, sign = prepared_path(run_dir, job, step), listening_path(run_dir, job, step)
     started = reported = time.monotonic()
+    first: FirstNode | None = None
+    gone_at: float | None = None
     pause, never = _FIRST_PAUSE_S, threading.Event()
     while True:
+        looked = time.monotonic()
         try:
             # Listed, since NFS may remember for seconds that a name did not exist.
-            if path.name in os.listdir(path.parent):  # noqa: PTH208
+            names = os.listdir(path.parent)  # noqa: PTH208
+            if path.name in names:
                 return msgspec.json.decode(path.read_bytes(), type=Prepared)
+            if first is None and sign.name in names:
+                first = FirstNode(msgspec.json.decode(sign.read_bytes(), type=Listening))
         except OSError:
             pass  # not there yet, or a shared file system has lost hold of it for a moment (ESTALE)
+        else:
+            # Its last word may take a while to be seen here; only a look that has succeeded shows that there is none.
+            if gone_at is not None and looked - gone_at >= SHARED_WITHIN_S:
+                raise FirstNodeGone(
+                    f"the first node of job {job}{f' ({first.host})' if first else ''} has ended while it prepared the "
+                    "run, and left no word: was it killed, for its memory maybe? look at its output"
+                )
         now = time.monotonic()
-        if now - started >= timeout_s:
+        limit_s = timeout_s if first is not None else min(timeout_s, FIRST_SIGN_S)
+        if now - started >= limit_s:
             raise PreparationTimeout(
-                f"the first node of job {job} has not prepared the run within {timeout_s:g} s: no {path}; look at its "
-                "output, and whether the run directory lies on a file system that all nodes share"
+                f"the first node of job {job} has not {'prepared the run' if first else 'begun to prepare the run'} "
+                f"within {limit_s:g} s: no {path}; look at its output, and whether the run directory lies on a file "
+                "system that all nodes share"
             )
         if now - reported >= _PROGRESS_EVERY_S:
             reported = now
             log.info("waiting for the first node to prepare the run, %.0f s so far", now - started)
         # A shared file system has no notification that works across nodes, so it is looked at again.
-        never.wait(min(pause, timeout_s - (now - started)))
+        (first.gone if first is not None and gone_at is None else never).wait(min(pause, limit_s - (now - started)))
+        if gone_at is None and first is not None and first.gone.is_set():
+            gone_at = time.monotonic()
         pause = min(pause * 1.5, _LONGEST_PAUSE_S)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import errno
+import socket
+import threading
 
 import pytest
 
 from miles_hpc.cli import node
-from miles_hpc.launch import preparation
+from miles_hpc.launch import first_node, preparation
 from miles_hpc.launch.allocation import JobKey, Task
 from miles_hpc.launch.attempts import claim_attempt
 from miles_hpc.launch.job_files import exit_code_path
-from miles_hpc.launch.preparation import Prepared, say_prepared, wait_prepared
+from miles_hpc.launch.preparation import (
+    PreparationTimeout,
+    Prepared,
+    listening_path,
+    say_prepared,
+    wait_prepared,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -49,3 +57,51 @@ def test_a_file_system_that_loses_hold_of_the_directory_is_asked_again(tmp_path,
 
     monkeypatch.setattr(preparation.os, "listdir", flaky)
     assert wait_prepared(tmp_path, TASK.job, TASK.step, 60.0).run_id == "r"
+
+
+def test_a_first_node_that_does_not_begin_is_not_waited_for_as_long_as_one_that_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "FIRST_SIGN_S", 0.1)
+    with pytest.raises(PreparationTimeout, match=r"has not begun to prepare the run within 0\.1 s"):
+        wait_prepared(tmp_path, TASK.job, TASK.step, 60.0)
+    # One that listens nowhere has begun all the same.
+    monkeypatch.setattr(first_node, "_listen", lambda nodes: None)
+    with first_node.listening(listening_path(tmp_path, TASK.job, TASK.step), 2):
+        with pytest.raises(PreparationTimeout, match=r"has not prepared the run within 0\.3 s"):
+            wait_prepared(tmp_path, TASK.job, TASK.step, 0.3)
+
+
+def test_a_network_that_lets_no_connection_through_makes_no_first_node_seem_to_be_gone(tmp_path, monkeypatch):
+    tried = threading.Event()
+
+    def connect(*_):
+        tried.set()
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(first_node.socket, "create_connection", connect)
+    monkeypatch.setattr(preparation, "SHARED_WITHIN_S", 0.0)
+    monkeypatch.setattr(first_node, "other_addresses", lambda _: ["127.0.0.1"])
+    with first_node.listening(listening_path(tmp_path, TASK.job, TASK.step), 2):
+        with pytest.raises(PreparationTimeout):
+            wait_prepared(tmp_path, TASK.job, TASK.step, 0.3)
+    assert tried.is_set()
+
+
+def test_a_connection_that_breaks_is_made_again(tmp_path, monkeypatch):
+    ends, again = [threading.Event(), threading.Event()], threading.Event()
+    left = iter(ends)
+
+    def until_its_end(connection):
+        end = next(left)
+        if end is ends[1]:
+            again.set()
+        end.wait(20)
+        connection.close()
+
+    monkeypatch.setattr(first_node, "_wait_for_its_end", until_its_end)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        word = first_node.Listening(host="n0", addresses=["127.0.0.1"], port=server.getsockname()[1])
+        first = first_node.FirstNode(word)
+        ends[0].set()
+        assert again.wait(20) and not first.gone.is_set()
+    ends[1].set()
+    assert first.gone.wait(20)
