@@ -98,8 +98,9 @@ class Node(msgspec.Struct):
     down: bool = False
     """Whoever lends the nodes is certain that this one does not run."""
     peer_port: int = 0
-    deaths: deque[tuple[float, str]] = msgspec.field(default_factory=deque)
-    """When which cell lost a worker here, inside the heal window; a lost node is not among them."""
+    deaths: list[tuple[float, str]] = msgspec.field(default_factory=list)
+    """When which cell lost a worker here, inside the heal window; a lost node is not among them. (An empty deque would
+    be a third of a node.)"""
     quarantined: bool = False
     dropped: int = 0
     """Messages that its agent could not send or read."""

@@ -95,7 +95,7 @@ def watch_quarantine(core: Core) -> None:
     """Forget deaths that are older than the window; a node with few left gets work again."""
     for node in core.nodes.values():
         while node.deaths and core.now - node.deaths[0][0] > core.heal.window_s:
-            node.deaths.popleft()
+            del node.deaths[0]
         if node.quarantined and len(node.deaths) < core.heal.quarantine:
             node.quarantined = False
             core.note("node_released", node=node.id)

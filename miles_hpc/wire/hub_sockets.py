@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import zmq
+
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import Message
 from miles_hpc.wire.security import KeyPair
-from miles_hpc.wire.socket_options import Context, Socket
+from miles_hpc.wire.socket_options import Context, Socket, copy_what_comes
 from miles_hpc.wire.sockets import HubSocket, HubSocketCounters, Received
 
 BULK_QUEUE_LIMIT = 100
@@ -47,6 +49,8 @@ class HubSockets:
         also: Sequence[str] = (),
         context: Context | None = None,
     ) -> None:
+        context = context or zmq.Context.instance()
+        copy_what_comes(context)  # the hub has a connection to every agent
         operators = {key: role for key, role in roles.items() if role == "operator"}
         others = {key: role for key, role in roles.items() if role != "operator"}
         self._control = HubSocket(listen, run_id=run_id, keys=keys, roles=others, also=also, context=context)

@@ -37,6 +37,10 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
     "operator": get_args(messages.FromOperator),
 }
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_RENEW_AFTER = 64
+"""Connections that one ZAP socket looks at before another takes its place."""
+_RETIRE_S = 1.0
+"""How long a replaced ZAP socket still answers; what was under way to it takes milliseconds."""
 
 
 class SecurityError(Exception):
@@ -188,6 +192,9 @@ class Authenticator:
     """The ZAP handler of one ZeroMQ context: a thread that admits the keys of each domain and nothing else.
 
     Get it by `authenticator(context)`; libzmq knows one handler per context.
+
+    libzmq keeps the pipe of a connection's ZAP request as long as both ends of it live: two queues of 16 KiB, a third
+    of what a connection takes. So the handler's socket, which is one end of all of them, is replaced now and then.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -195,8 +202,11 @@ class Authenticator:
         self._domains: dict[str, Mapping[bytes, str]] = {}
         self._denied: dict[str, int] = {}
         self._last_log = 0.0
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
-        self._socket.linger = 0
+        self._context = context
+        self._asked = 0
+        """How often the present socket was."""
+        self._retired: zmq.Socket[bytes] | None = None
+        self._socket = self._new_socket()
         self._stop_in, self._stop_out = socket.socketpair()
         self._socket.bind(_ZAP_ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
@@ -222,24 +232,53 @@ class Authenticator:
         self._stop_in.close()
         self._thread.join()
 
+    def _new_socket(self) -> zmq.Socket[bytes]:
+        made = self._context.socket(zmq.REP)
+        made.linger = 0
+        return made
+
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._stop_out, zmq.POLLIN)
+        retired_at = 0.0
         try:
             while True:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(None if self._retired is None else int(_RETIRE_S * 1000)))
                 if self._stop_out.fileno() in ready:
                     return
-                if self._socket in ready:
-                    self._answer(self._socket.recv_multipart())
+                for each in (self._retired, self._socket):
+                    if each is not None and each in ready:
+                        self._asked += 1
+                        self._answer(each, each.recv_multipart())
+                if self._retired is None:
+                    if self._asked >= _RENEW_AFTER:
+                        self._renew()
+                        poller.register(self._socket, zmq.POLLIN)
+                        retired_at = time.monotonic()
+                elif self._retired not in ready and time.monotonic() - retired_at >= _RETIRE_S:
+                    poller.unregister(self._retired)
+                    self._retired.close()
+                    self._retired = None
         except zmq.ContextTerminated:
             return
         finally:
-            self._socket.close(linger=0)
+            for each in (self._retired, self._socket):
+                if each is not None:
+                    each.close(linger=0)
             self._stop_out.close()
 
-    def _answer(self, request: list[bytes]) -> None:
+    def _renew(self) -> None:
+        """Let another socket answer from now on, beside the old one.
+
+        Between the two calls there is no handler and nobody is admitted: a client whose handshake is cut off there
+        connects anew within 0.1 s.
+        """
+        self._retired, self._socket, self._asked = self._socket, self._new_socket(), 0
+        self._retired.unbind(_ZAP_ENDPOINT)
+        self._socket.bind(_ZAP_ENDPOINT)
+
+    def _answer(self, via: zmq.Socket[bytes], request: list[bytes]) -> None:
         version, request_id, raw_domain, address = [*request[:4], *[b""] * (4 - len(request[:4]))]
         mechanism = request[5] if len(request) > 5 else b""
         domain = raw_domain.decode(errors="backslashreplace")
@@ -249,9 +288,9 @@ class Authenticator:
                 role = self._domains.get(domain, {}).get(zmq.utils.z85.encode(request[6]))
         if role is None:
             self._count_denied(domain, address.decode(errors="backslashreplace"))
-            self._socket.send_multipart([version, request_id, b"400", b"unknown key", b"", b""])
+            via.send_multipart([version, request_id, b"400", b"unknown key", b"", b""])
         else:
-            self._socket.send_multipart([version, request_id, b"200", b"OK", role.encode(), b""])
+            via.send_multipart([version, request_id, b"200", b"OK", role.encode(), b""])
 
     def _count_denied(self, domain: str, address: str) -> None:
         with self._lock:

@@ -65,6 +65,11 @@ def test_only_a_control_link_ends_when_its_reader_takes_nothing_for_a_while(hub)
             assert (link.socket.get(zmq.TCP_MAXRT) == 10_000) is not is_bulk
 
 
+def test_connections_of_the_hub_copy_what_comes_which_takes_a_page_less_each(hub):
+    zero_copy_recv = 10  # of zmq.h; pyzmq has no name for it
+    assert zmq.Context.instance().get(zero_copy_recv) == 0
+
+
 def test_each_role_is_admitted_to_its_own_socket_only(hub):
     for role, bulk in (("operator", False), ("agent", True), ("worker", True)):
         found = Rendezvous(

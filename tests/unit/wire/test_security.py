@@ -1,5 +1,8 @@
+import contextlib
+import ctypes
 import json
 import stat
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -7,8 +10,9 @@ import msgspec
 import pytest
 import zmq
 
-from miles_hpc.wire import messages
+from miles_hpc.wire import messages, security
 from miles_hpc.wire.address import HostAndPort
+from miles_hpc.wire.messages import Heartbeat
 from miles_hpc.wire.security import (
     DATA,
     ROLES,
@@ -136,6 +140,109 @@ def test_a_request_that_is_no_zap_request_is_denied_and_does_not_end_the_handler
 def test_a_context_can_end_while_its_handler_runs():
     context = zmq.Context()
     handler = authenticator(context)
+    context.term()
+    handler._thread.join(20)
+    assert not handler._thread.is_alive()
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(f"field{n}", ctypes.c_size_t) for n in range(10)]
+
+
+def _allocated() -> int:
+    """Bytes that the C library has lent out (`uordblks`), in all threads."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("another C library than glibc 2.33 or later")
+    libc.mallinfo2.restype = _Mallinfo2
+    return int(libc.mallinfo2().field7)
+
+
+def _until(condition, what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def quick_renewal(monkeypatch):
+    monkeypatch.setattr(security, "_RENEW_AFTER", 8)
+    monkeypatch.setattr(security, "_RETIRE_S", 0.2)
+
+
+@pytest.fixture
+def server(run_dir):
+    """A handler, a hub's socket, and what connects to it: an agent, or whoever has the keys given."""
+    agent, own = load_client(run_dir, 1, "agent"), KeyPair.generate()
+    here = HostAndPort("127.0.0.1", 0)
+    with zmq.Context() as context, contextlib.ExitStack() as opened:
+        handler = authenticator(context)
+        opened.callback(handler.close)
+        hub = HubSocket(here, run_id="r1", keys=own, roles=role_keys(run_dir, 1), context=context)
+        opened.enter_context(hub)
+
+        def connect(keys: KeyPair = agent) -> HubLink:
+            link = HubLink(hub.address, hub_key=own.public, keys=keys, run_id="r1", context=context)
+            return opened.enter_context(link)
+
+        yield handler, hub, connect
+
+
+def _is_up(link: HubLink) -> None:
+    _until(lambda: "up" in [event.kind for event in link.events()], "an agent is let in")
+
+
+def test_all_are_admitted_while_one_handler_takes_over_from_the_other(quick_renewal, server):
+    handler, hub, connect = server
+    first = handler._socket
+    links = [connect() for _ in range(40)]  # at once: some ask the old socket while the new one is there
+    for link in links:
+        _is_up(link)
+    _until(lambda: handler._retired is None, "the old handler is closed")
+    assert first.closed and not handler._socket.closed and hub.denied == 0
+    _is_up(connect())
+    for link in links:
+        assert link.send(Heartbeat(seq=1))
+    heard: list[str] = []
+    _until(lambda: heard.extend(each.role for each in hub.drain()) or len(heard) >= 40, "connections stay")
+    assert heard == ["agent"] * 40
+
+
+def test_a_stranger_is_denied_by_each_handler_and_counted(quick_renewal, server):
+    handler, hub, connect = server
+    before = handler._socket
+    for _ in range(8):
+        _is_up(connect())
+    _until(lambda: handler._socket is not before, "another handler")
+    stranger = connect(KeyPair.generate())
+    _until(lambda: "wrong_key" in [event.kind for event in stranger.events()], "a stranger is told so")
+    assert hub.denied >= 1
+
+
+def test_a_connection_that_is_admitted_keeps_no_queues_to_the_handler(monkeypatch, server):
+    handler, _, connect = server
+    monkeypatch.setattr(security, "_RENEW_AFTER", 65)
+    monkeypatch.setattr(security, "_RETIRE_S", 0.2)
+    for _ in range(64):
+        _is_up(connect())
+    before, old = _allocated(), handler._socket
+    _is_up(connect())
+    _until(lambda: old.closed, "the old handler is closed")
+    _until(lambda: before - _allocated() > 64 * 30_000 - 500_000, "its queues are freed")
+
+
+def test_a_context_can_end_while_its_handler_is_replaced(monkeypatch):
+    monkeypatch.setattr(security, "_RENEW_AFTER", 1)
+    monkeypatch.setattr(security, "_RETIRE_S", 60.0)
+    context = zmq.Context()
+    handler = authenticator(context)
+    socket = context.socket(zmq.REQ)
+    socket.linger = 0
+    socket.connect("inproc://zeromq.zap.01")
+    socket.send_multipart([b"x"] * 7)
+    _until(lambda: handler._retired is not None, "another handler")
+    socket.close()
     context.term()
     handler._thread.join(20)
     assert not handler._thread.is_alive()
