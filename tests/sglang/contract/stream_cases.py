@@ -35,6 +35,14 @@ def ours(talk: Any, tokens: int = LONG) -> asyncio.Task[Any]:
     return asyncio.ensure_future(drawn)
 
 
+async def begun(talk: Any) -> asyncio.Task[Any]:
+    """Such an answer that has some tokens. The one before it may be counted for a while after it was answered."""
+    await talk.idle()
+    call = ours(talk)
+    await talk.running()
+    return call
+
+
 def is_begin_of(part: Any, whole: Any) -> None:
     """An aborted answer holds the first tokens of the whole one, each with its own log-prob."""
     count = len(part.token_ids)
@@ -99,8 +107,7 @@ def test_what_was_drawn_until_an_abort_is_kept(form, request):
     async def body(talk):
         await talk.load(0, "1")
         whole = await talk.generate(PROMPT, LONG)
-        call = ours(talk)
-        await talk.running()
+        call = await begun(talk)
         await talk.post("/abort_request", {"rid": "ours"})
         is_begin_of(await call, whole)
 
@@ -112,8 +119,7 @@ def test_what_was_drawn_until_a_retraction_is_kept_when_the_request_is_aborted_w
     async def body(talk):
         await talk.load(0, "1")
         whole = await talk.generate(PROMPT, LONG)
-        call = ours(talk)
-        await talk.running()
+        call = await begun(talk)
         await talk.post("/pause_generation", {"mode": "retract"})
         await talk.post("/abort_request", {"rid": "ours"})
         is_begin_of(await call, whole)
@@ -127,8 +133,7 @@ def test_tokens_of_two_versions_keep_their_places(form, request):
     async def body(talk):
         await talk.load(0, "1")
         whole = await talk.generate(PROMPT, LONG)
-        call = ours(talk)
-        await talk.running()
+        call = await begun(talk)
         await talk.post("/pause_generation", {"mode": "retract"})
         await talk.load(1, "2")
         await talk.post("/continue_generation")
