@@ -1,7 +1,10 @@
 """Does a worker serve? A connection to its port, or HTTP 200 from a path, asked without ever blocking the agent's loop.
 
-`Probes` owns the sockets; `Verdicts` decides, without I/O, what a row of answers means. The sockets are plain and
+`Probes` owns the sockets; `Verdict` decides, without I/O, what a row of answers means. The sockets are plain and
 non-blocking: the agent polls `fileno`s together with its other descriptors and calls `advance`.
+
+A busy worker may be too busy to answer. So a failed probe does not count while the worker's progress counter moves, and
+one without a counter may be silent for `Probe.silence`. A port on which nobody listens is no sign of work.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ START_INTERVAL = 0.1
 START_EAGER = 20.0
 START_PATIENT = 0.5
 
+Reason = Literal["wrong", "silent", "refused"]
+"""What is wrong with an answer: its content, that there is none in time, or that nobody listens."""
+
 
 class Finding(msgspec.Struct, frozen=True):
     """What the probes of one worker led to."""
@@ -37,32 +43,50 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Verdict:
-    """What the answers of one worker mean: ready at the first good one, failed after `threshold` bad ones in a row."""
+    """What the answers of one worker mean: ready at the first good one, failed after `threshold` bad ones in a row.
 
-    def __init__(self, worker: str, generation: Generation, probe: Probe, now: float) -> None:
+    Args:
+        moved: whether the worker's progress counter has moved since this was last asked; False without a counter.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        generation: Generation,
+        probe: Probe,
+        now: float,
+        moved: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.worker = worker
         self.generation = generation
         self.probe = probe
         self.started = now
         self.ready = False
         self.failures = 0
+        self.sign_at = now
+        """When it last gave a sign of life."""
         self.last_error = "not probed yet"
+        self._moved = moved
 
-    def on_answer(self, error: str, now: float) -> Finding | None:
-        """Take one answer, "" for a good one."""
+    def on_answer(self, error: str, now: float, reason: Reason = "wrong") -> Finding | None:
+        """Take one answer, "" for a good one; `reason` is that of a bad one."""
         if not error:
-            self.failures = 0
+            self.failures, self.sign_at = 0, now
             if not self.ready:
                 self.ready = True
                 return Finding(self.worker, self.generation, "ready")
             return None
         self.last_error = error
-        if self.ready:
-            self.failures += 1
-            if self.failures >= self.probe.threshold:
-                return self._finding("probe_failed", f"{self.failures} probes in a row failed, the last one: {error}")
+        if not self.ready:
+            return self.on_time(now)
+        if reason != "refused" and self._moved():
+            self.failures, self.sign_at = 0, now
             return None
-        return self.on_time(now)
+        self.failures += 1
+        patience = self.probe.silence if reason == "silent" else 0.0
+        if self.failures >= self.probe.threshold and now - self.sign_at >= patience:
+            return self._finding("probe_failed", f"{self.failures} probes in a row failed, the last one: {error}")
+        return None
 
     def on_time(self, now: float) -> Finding | None:
         """A worker that has not served by its start deadline never will."""
@@ -94,20 +118,27 @@ class _Watch(msgspec.Struct):
     deadline: float = 0.0
     request_sent: bool = False
     answer: bytes = b""
+    reason: Reason = "wrong"
 
 
 class Probes:
-    """The probes of all workers of a node."""
+    """The probes of all workers of a node.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    Args:
+        moved: whether a worker's progress counter has moved since this was last asked.
+    """
+
+    def __init__(self, clock: Callable[[], float], moved: Callable[[str], bool] = lambda worker: False) -> None:
         self._clock = clock
+        self._moved = moved
         self._watches: dict[str, _Watch] = {}
 
     def add(self, worker: str, generation: Generation, probe: Probe, target: HostAndPort) -> None:
         """Begin to probe a worker that was just started."""
         self.remove(worker)
         now = self._clock()
-        self._watches[worker] = _Watch(Verdict(worker, generation, probe, now), target, now + START_INTERVAL)
+        verdict = Verdict(worker, generation, probe, now, lambda: self._moved(worker))
+        self._watches[worker] = _Watch(verdict, target, now + START_INTERVAL)
 
     def remove(self, worker: str) -> None:
         """Stop probing a worker; an answer on its way is thrown away."""
@@ -123,6 +154,7 @@ class Probes:
         now = self._clock()
         for watch in self._watches.values():
             watch.verdict.started += seconds
+            watch.verdict.sign_at += seconds
             if watch.connection is not None:
                 _close(watch)
                 watch.next_at = now
@@ -155,7 +187,10 @@ class Probes:
             elif watch.connection.fileno() in ready:
                 error = self._progress(watch)
             if error is None and watch.connection is not None and now >= watch.deadline:
-                error = f"no answer from {self._name(watch)} within {watch.verdict.probe.timeout:g} s"
+                error, watch.reason = (
+                    f"no answer from {self._name(watch)} within {watch.verdict.probe.timeout:g} s",
+                    "silent",
+                )
             finding = watch.verdict.on_time(now) if error is None else self._answered(watch, error, now)
             if finding is not None:
                 findings.append(finding)
@@ -165,7 +200,7 @@ class Probes:
 
     def _answered(self, watch: _Watch, error: str, now: float) -> Finding | None:
         _close(watch)
-        finding = watch.verdict.on_answer(error, now)
+        finding = watch.verdict.on_answer(error, now, watch.reason)
         watch.next_at = now + watch.verdict.interval(now)
         return finding
 
@@ -173,11 +208,11 @@ class Probes:
         family = socket.AF_INET6 if ":" in watch.target.host else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         watch.connection = connection
-        watch.deadline = now + watch.verdict.probe.timeout
+        watch.deadline, watch.reason = now + watch.verdict.probe.timeout, "wrong"
         code = connection.connect_ex((watch.target.host, watch.target.port))
         if code in (0, errno.EINPROGRESS):
             return None
-        return f"{self._name(watch)}: {os.strerror(code)}"
+        return self._failed(watch, code)
 
     def _progress(self, watch: _Watch) -> str | None:
         """One step of an open probe. None: not done; "": a good answer; otherwise what went wrong."""
@@ -187,7 +222,7 @@ class Probes:
             if not watch.request_sent:
                 code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
-                    return f"{self._name(watch)}: {os.strerror(code)}"
+                    return self._failed(watch, code)
                 if watch.verdict.probe.kind == "tcp":
                     return ""
                 connection.sendall(
@@ -209,6 +244,11 @@ class Probes:
         if len(fields) < 2 or not fields[0].startswith(b"HTTP/"):
             return f"{self._name(watch)} answered {line[:60]!r}, expected an HTTP status line"
         return "" if fields[1] == b"200" else f"{self._name(watch)} answered {line.decode('latin-1')[:80]}"
+
+    def _failed(self, watch: _Watch, code: int) -> str:
+        if code == errno.ECONNREFUSED:
+            watch.reason = "refused"
+        return f"{self._name(watch)}: {os.strerror(code)}"
 
     @staticmethod
     def _name(watch: _Watch) -> str:

@@ -21,6 +21,8 @@ class _Counter(msgspec.Struct):
     count: int
     moved_at: float
     look_at: float
+    asked: int
+    """The count when `moved` was last asked."""
 
 
 class Stalls:
@@ -34,11 +36,20 @@ class Stalls:
         """Judge a worker whose counter may stand still for `limit` seconds; 0: never."""
         if limit > 0:
             now = self._clock()
-            self._counters[worker] = _Counter(generation, read, limit, read(), now, now + limit / _LOOKS)
+            count = read()
+            self._counters[worker] = _Counter(generation, read, limit, count, now, now + limit / _LOOKS, count)
 
     def remove(self, worker: str) -> None:
         """Judge a worker no more."""
         self._counters.pop(worker, None)
+
+    def moved(self, worker: str) -> bool:
+        """Whether a worker's counter has moved since this was last asked; False for one that is not judged."""
+        counter = self._counters.get(worker)
+        if counter is None:
+            return False
+        before, counter.asked = counter.asked, counter.read()
+        return counter.asked != before
 
     def next_deadline(self) -> float:
         """When `advance` has something to do."""

@@ -14,8 +14,8 @@ class Watches:
     """Nobody waits for anything here: the agent polls `filenos` and calls `advance`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.probes = Probes(clock)
         self.stalls = Stalls(clock)
+        self.probes = Probes(clock, self.stalls.moved)
         self.essentials = Essentials(clock)
 
     def remove(self, worker: str) -> None:

@@ -69,7 +69,8 @@ def _group_spec(config: Config, model: ServedModel, group: Group) -> CommandWork
             num_cpus_per_worker=float(inference.threads),
         ),
         port_infos=tuple(ports),
-        probe=timed_probe(config, "http", "http", start_deadline=inference.start_deadline_s),
+        # Its HTTP process may be busy. The controller, which sees its scheduler move, judges silence by the same time.
+        probe=timed_probe(config, "http", "http", start_deadline=inference.start_deadline_s, silence=inference.stall_s),
         stop_grace=config.timing.stop_grace,
         farewell=FAREWELL if inference.engine == "sglang" else (),
         essential_processes=SGLANG_PARTS if inference.engine == "sglang" else (),

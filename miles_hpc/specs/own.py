@@ -37,12 +37,14 @@ def timed_probe(
     path: str = "/health",
     start_deadline: float | None = None,
     counts: bool = False,
+    silence: float = 0.0,
 ) -> Probe:
     """A probe with the times of `[timing]`.
 
     Args:
         start_deadline: seconds until the first success, where it is not that of `[timing]`.
         counts: the program counts the turns of its loop (`wire/serving.py`), and is stopped when they stop.
+        silence: seconds that it may leave probes without an answer, where that is longer than the threshold's.
     """
     timing = config.timing
     return Probe(
@@ -53,4 +55,5 @@ def timed_probe(
         timeout=timing.probe_timeout,
         start_deadline=timing.start_deadline if start_deadline is None else start_deadline,
         stall=timing.stall if counts else 0.0,
+        silence=silence,
     )

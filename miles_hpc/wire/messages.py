@@ -57,6 +57,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     start_deadline: float = 1800.0
     stall: float = 0.0
     """Seconds that the worker's progress counter may stand still once it is ready; 0: it has none, or is not judged."""
+    silence: float = 0.0
+    """Seconds that a ready worker may leave probes without an answer, where that is longer than `threshold` probes."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import pytest
 
 from miles_hpc.agent.ports import PortLocks, Ports, describe_holder
 from miles_hpc.wire.ids import Generation
-from miles_hpc.wire.messages import PortInfo, Probe, StartWorker, WorkerReady
+from miles_hpc.wire.messages import PortInfo, Probe, StartWorker, WorkerExited, WorkerReady
 
 from .conftest import eventually
 
@@ -31,6 +31,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args): pass
 time.sleep(float(sys.argv[3]))
 http.server.ThreadingHTTPServer(("127.0.0.2", int(sys.argv[1])), Handler).serve_forever()
+"""
+COUNTER = """
+from miles_hpc.wire.progress import ProgressCounter
+counter = ProgressCounter.from_environ()
+def count():
+    while not os.path.exists(sys.argv[2] + ".still"):
+        counter.bump()
+        time.sleep(0.02)
+threading.Thread(target=count, daemon=True).start()
 """
 LISTENER = """
 import socket, sys
@@ -176,6 +185,22 @@ def test_a_worker_that_stops_answering_is_stopped(hub, node, tmp_path, flaw):
     ended = hub.exited(WORKER)
     assert ended.cause == "probe_failed" and "3 probes in a row failed" in ended.text
     assert ("503" in ended.text) if flaw == "bad" else ("no answer" in ended.text)
+
+
+def test_a_busy_worker_that_moves_is_left_alone_and_one_that_stands_still_is_stopped(hub, node, tmp_path):
+    ports = hub.reserve(WORKER, [PortInfo(name="http")]).ports
+    # The machine may keep the counting thread off its CPUs for as long as three probes last.
+    probe = Probe(kind="http", port="http", path="/health", interval=0.1, timeout=1.0, threshold=3, stall=120.0)
+    program = SERVER.replace("class Handler", COUNTER + "class Handler")
+    hub.start(WORKER, program, ports=ports, probe=probe, arguments=(str(ports["http"]), str(tmp_path / "f"), "0"))
+    hub.ready(WORKER)
+    Path(f"{tmp_path}/f.hang").touch()
+    busy_until = time.monotonic() + 3 * 3 * (probe.interval + probe.timeout)
+    hub.until(lambda: time.monotonic() > busy_until, "three times as long as it takes to fail")
+    assert not any(isinstance(message, WorkerExited) for _, message in hub.heard)
+    Path(f"{tmp_path}/f.still").touch()
+    ended = hub.exited(WORKER)
+    assert ended.cause == "probe_failed" and "3 probes in a row failed" in ended.text and "no answer" in ended.text
 
 
 def test_one_bad_answer_is_forgiven(hub, node, tmp_path):

@@ -49,6 +49,36 @@ def test_only_a_row_of_bad_answers_of_threshold_length_fails():
     assert found is not None and found.kind == "probe_failed" and "3 probes in a row" in found.text
 
 
+def test_a_busy_worker_whose_counter_moves_is_not_failed_and_one_that_stands_still_is():
+    moves = True
+    probe = Probe(kind="http", port="p", threshold=3)
+    verdict = Verdict("w", G, probe, 100.0, lambda: moves)
+    verdict.on_answer("", 101)
+    for second in range(102, 162, 7):
+        assert verdict.on_answer("no answer", second, "silent") is None
+        assert verdict.on_answer("503", second, "wrong") is None
+    moves = False
+    answers = [verdict.on_answer("no answer", second, "silent") for second in (170, 177, 184)]
+    assert answers[:2] == [None, None] and answers[2] is not None and answers[2].kind == "probe_failed"
+
+
+def test_a_port_on_which_nobody_listens_is_no_sign_of_work():
+    verdict = Verdict("w", G, Probe(kind="http", port="p", threshold=3), 100.0, lambda: True)
+    verdict.on_answer("", 101)
+    answers = [verdict.on_answer("refused", second, "refused") for second in (102, 104, 106)]
+    assert answers[:2] == [None, None] and answers[2] is not None
+
+
+def test_an_engine_may_be_silent_longer_than_three_probes_but_not_answer_wrongly():
+    verdict = _verdict(threshold=3, silence=45.0)
+    verdict.on_answer("", 101)
+    assert [verdict.on_answer("no answer", second, "silent") for second in range(108, 146, 7)] == [None] * 6
+    found = verdict.on_answer("no answer", 146, "silent")
+    assert found is not None and "7 probes in a row" in found.text
+    verdict.on_answer("", 150)
+    assert [verdict.on_answer("503", second) is None for second in (152, 154, 156)] == [True, True, False]
+
+
 def test_a_ready_worker_has_no_start_deadline():
     verdict = _verdict(start_deadline=10)
     verdict.on_answer("", 101)

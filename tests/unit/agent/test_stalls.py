@@ -65,6 +65,16 @@ def test_the_agent_s_own_pause_counts_for_nobody():
     assert len(_until(stalls, clock, 64.0)) == 1
 
 
+def test_whether_a_counter_moved_is_said_since_the_last_question():
+    clock = Clock()
+    stalls = Stalls(clock)
+    stalls.add(W, G, lambda: int(clock.now), 4.0)
+    assert not stalls.moved(W)
+    clock.now = 2.0
+    assert stalls.moved(W) and not stalls.moved(W)
+    assert not stalls.moved("pool-00001-00000")
+
+
 def test_what_a_program_counts_its_agent_reads(tmp_path: Path):
     reader = ProgressReader(tmp_path / "counter")
     assert reader.read() == 0

@@ -78,6 +78,12 @@ def test_every_pool_is_healed_and_the_training_incarnation_as_one():
     }
 
 
+def test_an_engine_may_be_silent_as_long_as_its_controller_lets_it_and_programs_that_count_are_judged_by_their_count():
+    probes = {name: spec.probe for name, spec in specs_of("inference.stall_s=50").items()}
+    assert {name: probe.silence for name, probe in probes.items() if probe.silence} == {"engine": 50}
+    assert {name for name, probe in probes.items() if probe.stall} == {"session-server", "controller", "executor"}
+
+
 def test_fixed_ports_are_fixed_and_others_are_dynamic():
     specs = specs_of("inference.router_port=8000", "session.port=9000")
     assert specs["router"].port_infos[0] == PortInfo(name="http", static_port=8000, allow_dynamic=False)
@@ -345,6 +351,17 @@ def test_a_runtime_gives_interpreter_and_environment_to_its_kind_only():
     trainer = specs["trainer"].env(context())
     assert (trainer["NCCL_DEBUG"], trainer["OMP_NUM_THREADS"]) == ("INFO", "7")
     assert "ALL" not in trainer and specs["driver"].env(context())["ALL"] == "1"
+
+
+def test_the_bare_name_of_an_interpreter_is_looked_up_in_path(tmp_path, monkeypatch):
+    for name in ("first/python9", "second/python9"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    (tmp_path / "second/python9").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/none:{tmp_path}/first:{tmp_path}/second:/bin")
+    specs = specs_of("runtimes.trainer.python=python9", "runtimes.driver.python=python0")
+    assert specs["trainer"].launch_command(context())[0] == f"{tmp_path}/second/python9"
+    assert specs["driver"].launch_command(context())[0] == "python0"
 
 
 def test_engine_and_trainer_threads_reach_their_libraries():
