@@ -73,9 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--layers", type=int, default=None, help="depth")
     model.add_argument("--heads", type=int, default=None, help="attention heads")
 
-    report = verbs.add_parser("report", help="write report.html and the reward picture of a run directory")
-    report.set_defaults(call="report:report")
-    report.add_argument("run_dir", metavar="RUN_DIR")
+    postmortem = verbs.add_parser(
+        "postmortem", aliases=["report"], help="how a run ended; writes report.html and the reward picture"
+    )
+    postmortem.set_defaults(call="postmortem:postmortem")
+    postmortem.add_argument("run_dir", metavar="RUN_DIR", help="its directory, also of a run that is long over")
 
     rollouts = verbs.add_parser("rollouts", help="look at a saved rollout")
     actions = rollouts.add_subparsers(dest="action", metavar="show", parser_class=Parser, required=True)

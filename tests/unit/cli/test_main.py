@@ -88,10 +88,16 @@ def test_make_model_writes_a_model_and_refuses_to_overwrite_one(tmp_path, capsys
     assert all(line.startswith("miles-hpc: make-model") for line in capsys.readouterr().err.splitlines())
 
 
-def test_report_of_no_directory_is_refused(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "none")]) == 2
-    assert main(["report", str(tmp_path)]) == 0
-    assert "report.html" in capsys.readouterr().out
+@pytest.mark.parametrize("verb", ["postmortem", "report"])
+def test_a_postmortem_says_how_the_run_ended_and_writes_the_report(verb, tmp_path, capsys):
+    assert main([verb, str(tmp_path / "none")]) == 2
+    assert f"{verb} {tmp_path}/none: no such directory" in capsys.readouterr().err
+    assert main([verb, str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("no attempt has ended with a verdict") and "report.html" in out
+    (tmp_path / "summary.json").write_text(json.dumps({"outcome": "failed", "steps": 3, "reason": "engine\nlost"}))
+    assert main([verb, str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "failed after 3 steps: engine lost"
 
 
 def test_the_configuration_page_agrees_with_the_schema():
