@@ -268,6 +268,7 @@ class HubServer:
             "malformed": c.malformed,
             "forbidden": c.forbidden,
             "unroutable": c.unroutable,
+            "oversized": c.oversized,
             "queue_full": c.full,
             "denied": self._socket.denied,
             "status_failures": self._files.status_failures,

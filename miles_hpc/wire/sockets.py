@@ -85,6 +85,15 @@ class HubRefused(HubError):
         self.code = code
 
 
+def _is_oversized(message: Message, body: bytes) -> bool:
+    """Whether the other end would drop a message, and with it the connection."""
+    if len(body) <= codec.MAX_MESSAGE_BYTES:
+        return False
+    what, limit = type(message).__name__, codec.MAX_MESSAGE_BYTES
+    log.error("a %s of %d bytes was not sent: a control message holds at most %d", what, len(body), limit)
+    return True
+
+
 # ---------------------------------------------------------------------------------------------- the hub's end
 class Received(NamedTuple):
     """A message that its sender was allowed to send. `peer` is where an answer goes."""
@@ -104,6 +113,8 @@ class HubSocketCounters(msgspec.Struct):
     """Sends to a peer that is gone."""
     full: int = 0
     """Sends to a peer whose queue is full."""
+    oversized: int = 0
+    """Sends of more than a frame may hold."""
 
 
 class HubSocket:
@@ -214,12 +225,15 @@ class HubSocket:
         return good
 
     def send(self, peer: bytes, message: Message) -> bool:
-        """Queue a message for a peer. False, and counted, when the peer is gone or its queue is full."""
-        send = self.socket.send
+        """Queue a message for a peer. False, and counted, when the peer is gone, its queue full, or it is too large."""
+        send, body = self.socket.send, codec.encode_body(message)
+        if _is_oversized(message, body):
+            self.counters.oversized += 1
+            return False
         try:
             send(peer, _NOBLOCK_MORE)
             send(self._header, _NOBLOCK_MORE)
-            send(codec.encode_body(message), _NOBLOCK)
+            send(body, _NOBLOCK)
         except zmq.Again:
             self.counters.full += 1
         except zmq.ZMQError as failure:
@@ -297,7 +311,8 @@ class HubLink:
         context = context or zmq.Context.instance()
         self.endpoint = endpoint
         self.dropped = 0
-        """Sends that failed because the link was down or full, and messages that did not decode."""
+        """Sends that failed because the link was down or full, or the message too large, and messages that did not
+        decode."""
         self._run_id = run_id
         self._header = codec.header(run_id)
         self.last_failure: codec.DecodeError | None = None
@@ -323,8 +338,11 @@ class HubLink:
         self.close()
 
     def send(self, message: Message) -> bool:
-        """Queue a message. False, and counted, when the link is down or its queue is full."""
+        """Queue a message. False, and counted, when the link is down, its queue full, or it is too large."""
         frames = [self._header, codec.encode_body(message)]
+        if _is_oversized(message, frames[1]):
+            self.dropped += 1
+            return False
         for last in (False, True):
             try:
                 self.socket.send_multipart(frames, zmq.NOBLOCK)

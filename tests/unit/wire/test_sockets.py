@@ -264,6 +264,33 @@ def test_a_send_to_a_full_peer_returns_at_once_and_is_counted(run_dir):
             assert hub.counters.full == 500 - sent
 
 
+def test_a_message_that_is_too_large_is_counted_and_costs_no_connection(hub, run_dir, monkeypatch, caplog):
+    with link_to(hub, run_dir) as link:
+        assert link.send(Heartbeat(seq=1))
+        (received,) = drain_until(hub)
+        monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 1000)
+        assert not link.send(Goodbye(reason="x" * 1000)) and link.dropped == 1
+        assert not hub.send(received.peer, Shutdown(reason="x" * 1000)) and hub.counters.oversized == 1
+        assert caplog.text.count("a control message holds at most 1000") == 2
+        assert hub.send(received.peer, Shutdown(reason="enough"))
+        assert Shutdown(reason="enough") in answers_of(link)
+
+
+def test_a_stranger_s_message_that_is_too_large_reaches_nobody(run_dir, monkeypatch):
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 1000)
+    keys = KeyPair.generate()
+    with HubSocket(LOCALHOST, run_id="r1", keys=keys, roles=role_keys(run_dir, 1)) as hub:
+        hub.public_key = keys.public
+        with link_to(hub, run_dir) as link, link_to(hub, run_dir, "worker") as hostile:
+            hostile.socket.send_multipart([codec.header("r1"), b"x" * 2000])
+            assert link.send(Heartbeat(seq=1))
+            assert [received.message for received in drain_until(hub)] == [Heartbeat(seq=1)]
+            assert hostile.monitor.poll(20_000) and hostile.events()[0].kind == "down"
+            wait_up(hostile)  # its connection alone was cut, and ZeroMQ made another
+            assert link.send(Heartbeat(seq=2))
+            assert [received.message for received in drain_until(hub)] == [Heartbeat(seq=2)]
+
+
 def test_a_heartbeat_is_answered_only_after_the_hub_s_next_turn(hub, run_dir):
     with link_to(hub, run_dir) as link:
         link.send(Heartbeat(seq=1))
