@@ -162,7 +162,7 @@ class Agent:
         self._stood_still += seconds
 
     def _finished(self) -> bool:
-        return self._leaving is not None and not self.supervisor.workers
+        return self._leaving is not None and self.supervisor.only_hopeless()
 
     def _on_signals(self) -> None:
         for signum in signals.received(self._pipe):
@@ -221,8 +221,7 @@ class Agent:
 
     def _on_overdue(self) -> None:
         for worker in self.supervisor.overdue():
-            pids = [f"{pid} {procfs.command_line(pid)[:80]}" for pid in worker.known]
-            self.log.write("still_not_stopped", "warning", worker=worker.name, processes=pids)
+            self.log.write("still_not_stopped", "warning", worker=worker.name, processes=procfs.named(worker.known))
             if worker.name != self.hub.name:
                 self.table.on_overdue(self.supervisor.exit_of(worker), by_slurm=self._by_slurm())
 
@@ -322,6 +321,7 @@ class Agent:
         assert self.link is not None
         if isinstance(message, Welcome):
             self.link.on_welcome()
+            self.table.tell_of_ends()
             now = self._clock()
             self._heartbeat_every = message.heartbeat
             self._heartbeat_at, self._full_table_at = now, now + self.options.timing.anti_entropy
@@ -383,7 +383,11 @@ class Agent:
         self.table.stop_all(reason, grace)
 
     def _end(self) -> int:
-        """All workers are gone: kill what had hidden from them, say goodbye, leave nothing."""
+        """All workers are gone, or cannot be ended: kill what had hidden from them, say goodbye, leave nothing else.
+
+        There is no goodbye beside a worker that is left: the hub would start another one in its place at once. It loses
+        this node as one that falls silent.
+        """
         assert self._leaving is not None
         reason, code = self._leaving
         strays = self.supervisor.strays()
@@ -391,8 +395,10 @@ class Agent:
             # Once: whatever they may start meanwhile is the warden's, which looks until nothing is left.
             self.log.write("strays_killed", "warning", processes=[procfs.command_line(p.pid)[:80] for p in strays])
             procfs.kill_all(strays)
+        for worker in self.supervisor.workers.values():
+            self.log.write("left_behind", "error", worker=worker.name, processes=procfs.named(worker.known))
         if self.link is not None:
-            if not self._goodbye_said:
+            if not self._goodbye_said and not self.table.running():
                 self.link.report(Goodbye(reason=reason))
             self.link.close(GOODBYE_FLUSH)
         self._seeker.close()

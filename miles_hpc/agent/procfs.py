@@ -175,6 +175,11 @@ def command_line(pid: int) -> str:
     return data.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
 
 
+def named(pids: Iterable[int]) -> list[str]:
+    """Processes for people: `pid command line`, each on one line."""
+    return [f"{pid} {' '.join(command_line(pid).split())[:80]}" for pid in pids]
+
+
 def kill_checked(process: Process, signum: int) -> bool:
     """Signal a process, if the pid still is the one that was seen. Returns whether it was signalled."""
     now = read_process(process.pid)

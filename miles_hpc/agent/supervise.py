@@ -10,6 +10,7 @@ Nothing here blocks: the agent calls `reap` on SIGCHLD and `advance` when `next_
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import sys
@@ -46,6 +47,8 @@ ORPHAN_GRACE = 1.0
 """Seconds that the rest of a worker keeps after TERM once its first process has ended."""
 OVERDUE_EVERY = 10.0
 """Seconds after SIGKILL, and between two mentions, of a worker that does not die (it hangs in the kernel)."""
+HOPELESS_AFTER = 30.0
+"""Seconds after SIGKILL until an agent that leaves waits no longer: its warden looks for as long once more."""
 PORT_PATIENCE = 2.0
 """Seconds to wait for the ports of a worker that has no process left."""
 OWN_STOP_SIGNAL = signal.SIGHUP
@@ -101,6 +104,8 @@ class Worker(msgspec.Struct):
     text: str = ""
     stopping: bool = False
     kill_at: float = 0.0
+    killed_since: float = math.inf
+    """When SIGKILL was first sent to what was left of it."""
     killed: bool = False
     leftovers: set[tuple[int, int]] = msgspec.field(default_factory=set)
     empty_passes: int = 0
@@ -324,6 +329,7 @@ class Supervisor:
             worker.empty_passes = 0
             if now >= worker.kill_at:
                 worker.killed = worker.killed or worker.status is None
+                worker.killed_since = min(worker.killed_since, now)
                 worker.leftovers.update(process.key for process in living if process.pid != worker.pid)
                 procfs.kill_all(living)
                 worker.pause = FIRST_CHECK
@@ -366,6 +372,11 @@ class Supervisor:
                 worker.overdue_at = now
                 found.append(worker)
         return found
+
+    def only_hopeless(self) -> bool:
+        """Whether no worker is left but such that nothing can end (they hang in the kernel). True without any."""
+        long_ago = self._clock() - HOPELESS_AFTER
+        return all(worker.killed_since < long_ago and not worker.empty_passes for worker in self.workers.values())
 
     def strays(self) -> list[procfs.Process]:
         """Descendants that belong to no worker: orphans of a worker that is gone and had wiped their environment."""

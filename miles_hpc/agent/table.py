@@ -399,6 +399,12 @@ class WorkerTable:
         text = f"{row.ended.text}; it was killed, and has not ended yet".lstrip("; ")
         self._send(msgspec.structs.replace(row.ended, text=text, gone=False))
 
+    def tell_of_ends(self) -> None:
+        """To a hub that says welcome, once more: what was told of ends before may be lost with the connection."""
+        for row in self._rows.values():
+            if row.ended is not None:
+                self._send(msgspec.structs.replace(row.ended, gone=False))
+
     def on_exit(self, ended: Exit, *, by_slurm: bool) -> None:
         """Nothing of a worker is left."""
         row = self._rows[ended.name]

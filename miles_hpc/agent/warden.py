@@ -107,10 +107,14 @@ class Warden:
         return pid
 
     def _watch(self, agent: int) -> int:
-        """Wait for the agent's end, passing a request to stop on to it. Returns its wait status."""
-        kill_at = 0.0
+        """Wait for the agent's end, passing a request to stop on to it. Returns its wait status.
+
+        One that hangs in the kernel counts as killed before it is gone: the sweep that follows names it.
+        """
+        kill_at = give_up_at = 0.0
         while True:
-            left = max(0.0, kill_at - time.monotonic()) if kill_at else 3600.0
+            due = kill_at or give_up_at
+            left = max(0.0, due - time.monotonic()) if due else 3600.0
             info = signal.sigtimedwait(_WAITED_FOR, left)
             if info is not None and info.si_signo in _STOP_SIGNALS and not self.stopping:
                 self.stopping = True
@@ -120,11 +124,14 @@ class Warden:
             elif info is not None and info.si_signo == signal.SIGQUIT:
                 self.stopping = True
                 os.kill(agent, signal.SIGKILL)
+                kill_at, give_up_at = 0.0, time.monotonic() + SWEEP_DEADLINE
             elif info is None and kill_at:
                 self._say(f"the agent did not stop within {self.stop_grace:g} s of its TERM; killing it")
                 os.kill(agent, signal.SIGKILL)
-                kill_at = 0.0
+                kill_at, give_up_at = 0.0, time.monotonic() + SWEEP_DEADLINE
             status = self._reap(agent)
+            if status is None and give_up_at and time.monotonic() >= give_up_at:
+                status = signal.SIGKILL
             if status is not None:
                 os.close(self._lifeline)
                 return status
@@ -158,7 +165,7 @@ class Warden:
             if empty_passes == 2:
                 return True
             if time.monotonic() > deadline:
-                names = ", ".join(f"{p.pid} ({procfs.command_line(p.pid)[:80]})" for p in left.values())
+                names = ", ".join(procfs.named(process.pid for process in left.values()))
                 self._say(f"still not dead {SWEEP_DEADLINE:g} s after SIGKILL: {names}")
                 return False
             if left:

@@ -175,6 +175,8 @@ def on_exited(core: Core, report: WorkerExited, node_id: str) -> None:
     node = core.nodes[node_id]
     found = core.find(report.worker, report.generation, node_id)
     known = found is not None and found[1].ended
+    if known and not report.gone:
+        return  # told once more, to a connection that may have lost it
     quiet = known or report.cause == "stopped" or core.outcome is not None
     core.note(
         "worker_gone" if known else "worker_exited",

@@ -20,6 +20,7 @@ from miles_hpc.config.load import write_resolved
 from miles_hpc.config.schema import Config
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import Goodbye, Shutdown, WorkerExited
+from tests.disks import FrozenDisk
 
 from .conftest import WARDEN, FakeHub, Nodes, eventually
 
@@ -122,6 +123,93 @@ def test_quit_to_the_warden_ends_the_node_at_once(hub, node, nodes, family):
     assert nodes.wardens["node-00000"].wait(40) == 1
     assert time.monotonic() - started < 5
     assert _gone(family)
+
+
+IMPATIENT = """
+import sys
+from miles_hpc.agent import warden
+argv = sys.argv[5:]
+agent = "import sys; from miles_hpc.agent import run, supervise; supervise.HOPELESS_AFTER = 2; sys.exit(run.main())"
+if "-m" in argv:
+    argv[argv.index("-m"):argv.index("-m") + 2] = ["-c", agent]
+warden.SWEEP_DEADLINE = 3
+sys.exit(warden._main(argv))
+"""
+"""Stands in front of the warden's command, and shortens what it and its agent give to processes that do not end."""
+WRITER = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+while True:
+    os.pwrite(file, b'x', 0)
+"""
+
+
+@pytest.fixture
+def frozen_disk(tmp_path):
+    disk = FrozenDisk(tmp_path)
+    yield disk
+    disk.close()
+
+
+def _freeze(disk: FrozenDisk, pid: int, file: Path) -> None:
+    """Have a WRITER wait in the kernel, where no signal ends it."""
+
+    def waits() -> bool:
+        # `D` alone is anything that reads from a disk; a write to a disk that is frozen by now goes on no more.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        call = Path(f"/proc/{pid}/syscall").read_text().split()
+        descriptor = int(call[1], 16) if len(call) > 3 else -1
+        return state == "D" and os.path.realpath(f"/proc/{pid}/fd/{descriptor}") == str(file)
+
+    assert eventually(file.exists)
+    disk.freeze(60)
+    assert eventually(waits)
+
+
+@pytest.mark.parametrize("thawed", [False, True])
+def test_a_node_that_is_sent_away_waits_for_a_worker_that_hangs_in_the_kernel_only_so_long(
+    hub, nodes, frozen_disk, thawed
+):
+    warden = nodes.start(prefix=(sys.executable, "-c", IMPATIENT))
+    hub.join()
+    file = frozen_disk.path / "file"
+    pid = hub.start(WORKER, WRITER, arguments=(str(file),)).pid
+    _freeze(frozen_disk, pid, file)
+    hub.send("node-00000", Shutdown(reason="finished"))
+    log = nodes.run_dir / "logs/attempt-0/node-00000/agent.jsonl"
+    hub.until(lambda: '"left_behind"' in log.read_text(), "word of what is left")
+    (left,) = [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "left_behind"]
+    assert left["worker"] == WORKER and left["processes"][0].startswith(f"{pid} ")
+    if thawed:
+        frozen_disk.thaw()
+    assert warden.wait(20) == (0 if thawed else 1)
+    hub.pump()
+    assert not hub.reports(Goodbye) and not hub.reports(WorkerExited)
+    said = (log.parent / "warden.log").read_text()
+    assert thawed or f"still not dead 3 s after SIGKILL: {pid} " in said
+    frozen_disk.thaw()
+    assert eventually(lambda: nodes.marked() == [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_an_agent_that_hangs_in_the_kernel_itself_is_named_and_given_up(tmp_path, frozen_disk, number):
+    argv = [sys.executable, "-c", IMPATIENT, sys.executable, "-I", "-S", str(WARDEN), "--run-id", "r", "--run-dir"]
+    argv += [str(tmp_path), "--attempt", "0", "--node", "node-00000", "--stop-grace", "0.5", "--"]
+    file = frozen_disk.path / "file"
+    argv += [sys.executable, "-c", WRITER, str(file)]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        warden = subprocess.Popen(argv, stderr=output)
+    children = Path(f"/proc/{warden.pid}/task/{warden.pid}/children")
+    assert eventually(file.exists)
+    (agent,) = map(int, children.read_text().split())
+    _freeze(frozen_disk, agent, file)
+    warden.send_signal(number)
+    assert warden.wait(30) == 1
+    assert f"still not dead 3 s after SIGKILL: {agent} {sys.executable} -c import os" in log.read_text()
+    frozen_disk.thaw()
+    assert eventually(lambda: procfs.start_time(agent) is None)
 
 
 def test_direct_workers_die_when_warden_and_agent_are_killed_together(hub, node, nodes, family):

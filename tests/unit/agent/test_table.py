@@ -272,6 +272,25 @@ def test_the_hub_hears_of_what_does_not_end_after_a_term_that_nobody_explained(n
     assert [row.state for row in node.table.rows()] == ["stopping"]
 
 
+@pytest.mark.parametrize("how", ["overdue", "ended"])
+def test_a_hub_that_says_welcome_hears_once_more_of_what_has_ended_and_is_not_gone(node, how):
+    node.start()
+    node.table.tell_of_ends()
+    node.took()
+    if how == "overdue":
+        node.overdue(exit_code=None, cause="probe_failed", text="why", killed_by_us=True)
+    else:
+        node.ended(exit_code=3)
+    (first,) = node.took()
+    node.table.tell_of_ends()
+    (again,) = node.took()
+    assert (again.cause, again.exit_code, again.gone) == (first.cause, first.exit_code, False)
+    node.end(exit_code=3)
+    node.took()
+    node.table.tell_of_ends()
+    assert node.took() == []
+
+
 def test_the_hub_knows_of_a_stop_that_it_has_begun(node):
     node.start()
     node.table.on_stop(StopWorker(worker=W, generation=g(1), reason="why"))

@@ -112,14 +112,16 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 50))
     def a_worker_hangs(self, pick):
         """Its first process ends by itself, and something that it has started cannot be killed for now."""
-        rows = [(a, row) for a in self.f.agents if not a.silent for row in a.table.values() if row.state == "ready"]
+        rows = [(a, row) for a in self.f.agents for row in a.table.values() if row.state == "ready"]
         if rows:
             agent, row = sorted(rows, key=lambda found: (found[1].worker, found[0].index))[pick % len(rows)]
-            self.deliver_from(agent.index)
+            if not agent.silent:
+                self.deliver_from(agent.index)
             if agent.table.get(row.worker) == row:
                 agent.stuck.add(row.worker)
                 agent.table[row.worker] = msgspec.structs.replace(row, state="stopping")
-                self.tell_end(agent, row, gone=False)
+                if not agent.silent:
+                    self.tell_end(agent, row, gone=False)
 
     @rule()
     def what_hung_ends(self):
@@ -130,6 +132,13 @@ class AnyOrder(RuleBasedStateMachine):
                 for row in [row for row in agent.table.values() if row.worker in stuck and row.state == "stopping"]:
                     del agent.table[row.worker]
                     self.tell_end(agent, row, gone=True)
+
+    def tell_of_ends(self, index):
+        """What an agent does when it is let in: its reports may be lost with the last connection."""
+        agent = self.agent(index)
+        for row in list(agent.table.values()):
+            if row.worker in agent.stuck and row.state == "stopping":
+                self.tell_end(agent, row, gone=False)
 
     def tell_end(self, agent, row, gone):
         self.f.receive(agent.peer, WorkerExited(worker=row.worker, generation=row.generation, exit_code=1, gone=gone))
@@ -147,12 +156,14 @@ class AnyOrder(RuleBasedStateMachine):
             agent.backlog.clear()
             self.f.reports = [r for r in self.f.reports if r[0] != agent.peer]
             self.f.join(index)
+            self.tell_of_ends(index)
 
     @rule(index=st.integers(0, NODES - 1))
     def a_node_goes_on(self, index):
         """It was only slow: its connection stood, and nothing is lost; unless another hub has begun meanwhile."""
         if self.agent(index).silent and self.agent(index).peer in self.f.core.node_of_peer:
             self.f.resume(index)
+            self.tell_of_ends(index)
         else:
             self.a_node_is_heard_again(index)
 
@@ -210,6 +221,7 @@ class AnyOrder(RuleBasedStateMachine):
         for index in range(NODES):
             if not self.agent(index).silent:
                 self.f.join(index)
+                self.tell_of_ends(index)
 
     def beat_others(self, index):
         silent, self.agent(index).silent = self.agent(index).silent, True
@@ -222,6 +234,9 @@ class AnyOrder(RuleBasedStateMachine):
         """Once all nodes are there and reports arrive, every desired cell runs, or the run has ended with a reason."""
         for index in range(NODES):
             self.a_node_is_heard_again(index)
+        self.f.settle()
+        ending = [row for agent in self.f.agents for row in agent.table.values() if row.state == "stopping"]
+        assert not [row for row in ending if self.is_published(row)]
         self.what_hung_ends()
         for _ in range(8):
             self.f.settle()
@@ -237,6 +252,10 @@ class AnyOrder(RuleBasedStateMachine):
             assert set(self.f.phases().values()) == {"ready"}
             running = {w for agent in self.f.agents for w in agent.table}
             assert running == {w.id for cell in self.f.core.cells.values() for w in cell.workers}
+
+    def is_published(self, row):
+        found = self.f.core.find(row.worker, row.generation, None)
+        return found is not None and found[0].published and not self.f.verdicts
 
     # ----------------------------------------------------------------------------------------- invariants
     def known_agents(self):

@@ -1,5 +1,6 @@
 """Workers that do not end: the hub says so, goes on without them where that is safe, and otherwise ends the run."""
 
+import msgspec
 import pytest
 
 from miles_hpc.config.timing import Timing
@@ -81,6 +82,33 @@ def test_one_that_its_agent_could_not_kill_either_costs_its_cell_one_restart(fle
     f.pass_time(2)
     cell = f.cell("engine-00000")
     assert len(cell.deaths) == 1 and cell.generation == Generation(1, 2) and cell.published
+
+
+def test_its_end_that_was_lost_with_the_connection_is_told_once_more_and_counts_once(fleet, pool):
+    f = fleet(pool("engine"), nodes=2)
+    agent = f.agents[int(home(f).id[-5:])]
+    agent.stuck.add(WORKER)
+    agent.table[WORKER] = msgspec.structs.replace(agent.table[WORKER], state="stopping")
+    f.join(agent.index)
+    assert f.phases() == {"engine-00000": "ready"}
+    f.clear()
+    for _ in range(2):
+        f.hang(WORKER, cause="probe_failed", text="no answer")
+    assert f.phases() == {"engine-00000": "stopping"} and len(f.cell("engine-00000").deaths) == 1
+    assert [note.event for note in f.notes] == ["worker_exited", "cell_ends"]
+
+
+def test_a_new_hub_takes_no_cell_for_running_whose_worker_hangs_in_its_end(fleet, pool):
+    f = fleet(pool("engine"), nodes=2)
+    agent = stuck(f)
+    f.next_hub()
+    for index in range(2):
+        f.join(index)
+    f.settle()
+    f.pass_time(patience(f) + 2)
+    (note,) = told(f)
+    assert (note.fields["worker"], note.fields["node"]) == (WORKER, agent.node)
+    assert home(f).id != agent.node and f.phases() == {"engine-00000": "ready"}
 
 
 def test_its_gpu_is_given_to_nobody_meanwhile(fleet, pool):
