@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
 import socket as tcp
@@ -422,9 +423,13 @@ WELCOME = ClientWelcome(epoch=1, run_id="r1", attempt=1)
 
 
 def test_the_first_address_that_answers_is_kept(hub, run_dir):
-    # Nobody listens at 127.0.0.9 and 127.0.0.8; all addresses are tried at once.
-    where = rendezvous(hub, addresses=["127.0.0.9", "127.0.0.8", "127.0.0.1"])
-    with answering(hub, [WELCOME]):
+    # Nobody listens at 127.0.0.9; the others take connections and say nothing, as where a firewall swallows all: who
+    # tried one after the other would wait there until the end.
+    silent = ["127.0.0.8", "127.0.0.7"]
+    where = rendezvous(hub, addresses=["127.0.0.9", *silent, "127.0.0.1"])
+    with contextlib.ExitStack() as listeners, answering(hub, [WELCOME]):
+        for host in silent:
+            listeners.enter_context(tcp.create_server((host, hub.port)))
         link, answer = connect_hub(where, load_client(run_dir, 1, "worker"), HELLO, timeout_s=20)
         with link:
             assert answer == WELCOME
