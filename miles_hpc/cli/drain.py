@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from miles_hpc.cli.exits import FAILED, FINISHED, refuse
 from miles_hpc.cli.source import find_run
@@ -18,12 +19,22 @@ def drain(arguments: argparse.Namespace) -> int:
         standing = run.standing()
         if standing.state.terminal:
             return refuse(f"{run.run_dir}: there is nothing to drain: {standing.state.value} {standing.reason}".strip())
-        run.drain(arguments.reason, requeue=arguments.requeue)
-    except (ConfigError, AttemptError, FileNotFoundError, RuntimeError) as error:
+    except (ConfigError, AttemptError, FileNotFoundError) as error:
         return refuse(str(error))
+    try:
+        run.drain(arguments.reason, requeue=arguments.requeue)
+    except RuntimeError as error:
+        refuse(str(error))
+        return FAILED
     if not arguments.wait:
-        print(f"{run.run_dir} drains; see `miles-hpc status {run.run_dir}`")
+        if arguments.json:
+            print(json.dumps({"run_dir": str(run.run_dir), "outcome": "", "reason": arguments.reason}))
+        else:
+            print(f"{run.run_dir} drains; see `miles-hpc status {run.run_dir}`")
         return FINISHED
     summary = run.wait()
-    print(f"{summary['outcome']}: {summary['reason']}")
+    if arguments.json:
+        print(json.dumps({"run_dir": str(run.run_dir), **summary}))
+    else:
+        print(f"{summary['outcome']}: {summary['reason']}")
     return FINISHED if State(summary["outcome"]) in (State.DRAINED, State.FINISHED) else FAILED

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_hpc.cli.exits import FINISHED, refuse
-from miles_hpc.cli.source import ask, ended, find_run, is_run, newest_attempt, note_fallback
+from miles_hpc.cli.signs import Watch
+from miles_hpc.cli.source import ask, find_run, is_run, newest_claim, note_fallback, said_over
 from miles_hpc.config.errors import ConfigError
-from miles_hpc.launch.attempts import AttemptError
+from miles_hpc.launch.attempts import AttemptError, read_attempts
 from miles_hpc.wire.ids import Generation
 
 _LOOK_EVERY_S = 0.3
@@ -65,34 +66,41 @@ class LogFile:
 
 
 def logs(arguments: argparse.Namespace) -> int:
-    """Print the end of the logs that the target names; with `--follow` what is added, until the run's verdict."""
+    """Print the end of the logs that the target names; with `--follow` what is added, until the run's end.
+
+    Returns 1 when what was followed died without a verdict.
+    """
     target, run = arguments.target, arguments.run
     if target and not run and is_run(target):
         target, run = "", target
     try:
         run_dir = find_run(run)
-        attempt = newest_attempt(run_dir) if arguments.attempt is None else arguments.attempt
-        root = run_dir / "logs" / f"attempt-{attempt}"
+        claim = newest_claim(run_dir)
+        if arguments.attempt is not None:
+            claim = next((each for each in read_attempts(run_dir) if each.number == arguments.attempt), claim)
+            if claim.number != arguments.attempt:
+                raise ConfigError(f"--attempt {arguments.attempt}: the newest attempt of {run_dir} is {claim.number}")
+        root = run_dir / "logs" / f"attempt-{claim.number}"
         files = choose(root, target, all_generations=arguments.all)
+        _say_when_no_hub(run_dir, files)
+        known = {log.path: log for log in files}
+        for log in files:
+            _print(log, log.tail(arguments.lines), len(known) > 1, arguments.json)
+        if not arguments.follow:
+            return FINISHED
+        pause, watch = threading.Event(), Watch(run_dir, claim)
+        while True:
+            # Looked at first: what was written before the end is then read by the last turn.
+            sign = watch.look()
+            for log in choose(root, target, all_generations=arguments.all):
+                known.setdefault(log.path, log)
+            for log in known.values():
+                _print(log, log.read(), len(known) > 1, arguments.json)
+            if sign.over:
+                return said_over(claim, sign)
+            pause.wait(_LOOK_EVERY_S)
     except (ConfigError, AttemptError) as error:
         return refuse(str(error))
-    _say_when_no_hub(run_dir, files)
-    many = len(files) > 1
-    for log in files:
-        _print(log, log.tail(arguments.lines), many, arguments.json)
-    known = {log.path: log for log in files}
-    pause = threading.Event()
-    while arguments.follow:
-        # Looked at first: what was written before the verdict is then read by the last turn.
-        last = ended(run_dir, attempt)
-        for log in choose(root, target, all_generations=arguments.all):
-            known.setdefault(log.path, log)
-        for log in known.values():
-            _print(log, log.read(), many or len(known) > 1, arguments.json)
-        if last:
-            break
-        pause.wait(_LOOK_EVERY_S)
-    return FINISHED
 
 
 def choose(root: Path, target: str, all_generations: bool = False) -> list[LogFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any, NoReturn
 
 from miles_hpc.cli.exits import refuse
@@ -14,8 +15,31 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given, allow_abbrev=False)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            # Here, where the verb is known: argparse itself would point at the help of the whole command.
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         raise SystemExit(refuse(f"{message}: see `{self.prog} --help`"))
+
+
+def count(text: str) -> int:
+    """A number of things."""
+    found = int(text)
+    if found < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return found
+
+
+def seconds(text: str) -> float:
+    """A time to wait."""
+    found = float(text)
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return found
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:

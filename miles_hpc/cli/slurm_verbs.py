@@ -45,6 +45,7 @@ def add_slurm_verbs(verbs: argparse._SubParsersAction[Any]) -> None:
     drain.add_argument("--reason", default="", help="for the hub's log and the verdict")
     drain.add_argument("--requeue", action="store_true", help="put the job into the queue again")
     drain.add_argument("--wait", action="store_true", help="wait for the end")
+    drain.add_argument("--json", action="store_true", help="as JSON")
 
     doctor = verbs.add_parser("doctor", help="is this site, or the allocation around this command, fit for a run?")
     doctor.set_defaults(call="doctor:doctor")

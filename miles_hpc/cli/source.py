@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from miles_hpc.agent.procfs import boot_id
-from miles_hpc.cli.exits import one_line
+from miles_hpc.cli.exits import FAILED, FINISHED, one_line
+from miles_hpc.cli.signs import Sign, Watch, going_on, gone_from_here, verdict_of
 from miles_hpc.config.errors import ConfigError
-from miles_hpc.launch.attempts import Attempt, AttemptError, is_live, read_attempts, registered_runs
+from miles_hpc.launch.attempts import Attempt, read_attempts, registered_runs
+from miles_hpc.launch.job_states import Life
 from miles_hpc.postmortem.reading import read_json
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HUB_PATIENCE_S = 3.0
-_FRESH_S = 15.0
-"""A status.json that was written within this time speaks for a run on another host."""
 
 
 def find_run(name: str) -> Path:
@@ -43,13 +41,17 @@ def find_run(name: str) -> Path:
         known = [entry.run_id for entry in registered_runs()[:5]]
         hint = f"known runs are {', '.join(known)}" if known else "no run is known on this account"
         raise ConfigError(f"{name}: no run directory and no run of that id; {hint}")
-    living = [entry for entry in registered_runs() if _lives(Path(entry.run_dir))]
+    runs = registered_runs()
+    names = {Path(entry.run_dir): entry.run_id for entry in runs}
+    living = going_on(list(names))
     if len(living) == 1:
-        return Path(living[0].run_dir)
+        return living[0][0]
     if not living:
-        raise ConfigError("no run is going on here: name a run directory or id")
-    names = ", ".join(entry.run_id for entry in living)
-    raise ConfigError(f"{len(living)} runs are going on ({one_line(names)}): name one of them")
+        hint = f" (the newest was {one_line(runs[0].run_id)})" if runs else ""
+        raise ConfigError(f"no run is going on here{hint}: name a run directory or id")
+    ages = {run_dir: f" silent for {sign.silent_s:.0f} s" for run_dir, sign in living if sign.life is Life.UNKNOWN}
+    listed = ", ".join(names[run_dir] + ages.get(run_dir, "") for run_dir, _ in living)
+    raise ConfigError(f"{len(living)} runs are going on ({one_line(listed)}): name one of them")
 
 
 def is_run(name: str) -> bool:
@@ -60,28 +62,8 @@ def is_run(name: str) -> bool:
         return False
 
 
-def _lives(run_dir: Path) -> bool:
-    """Whether a run seems to go on, without asking anybody: here by its process, elsewhere by its fresh status."""
-    try:
-        attempts = read_attempts(run_dir)
-    except (AttemptError, OSError):
-        return False
-    if not attempts or ended(run_dir, attempts[-1].number):
-        return False
-    if is_live(attempts[-1]):
-        return True
-    written = read_json(run_dir / "status.json")
-    fresh = time.time() - float(written.get("written_at", 0.0)) < _FRESH_S
-    return fresh and written.get("attempt") == attempts[-1].number and not _is_here(attempts[-1])
-
-
-def _is_here(attempt: Attempt) -> bool:
-    """Whether an attempt was claimed on this machine, since it was started: only then its process can be asked for."""
-    return attempt.host == socket.gethostname() and attempt.boot in ("", boot_id())
-
-
-def newest_attempt(run_dir: Path) -> int:
-    """The newest attempt's number.
+def newest_claim(run_dir: Path) -> Attempt:
+    """The newest attempt.
 
     Raises:
         ConfigError: when nothing was ever started there.
@@ -90,12 +72,7 @@ def newest_attempt(run_dir: Path) -> int:
     attempts = read_attempts(run_dir)
     if not attempts:
         raise ConfigError(f"{run_dir}: nothing was ever started here")
-    return attempts[-1].number
-
-
-def ended(run_dir: Path, attempt: int) -> bool:
-    """Whether an attempt has its verdict."""
-    return (run_dir / "verdicts" / f"attempt-{attempt}.json").exists()
+    return attempts[-1]
 
 
 def ask(run_dir: Path, question: Callable[[OperatorClient], T], timeout_s: float = HUB_PATIENCE_S) -> T:
@@ -103,18 +80,17 @@ def ask(run_dir: Path, question: Callable[[OperatorClient], T], timeout_s: float
 
     Raises:
         HubError: when it cannot be reached, or refuses; the text says why.
-        ConfigError, AttemptError: as `newest_attempt`.
+        ConfigError, AttemptError: as `newest_claim`.
     """
     from miles_hpc.wire.operator import OperatorClient
     from miles_hpc.wire.sockets import HubUnreachable
 
-    number = newest_attempt(run_dir)
-    if ended(run_dir, number):
-        raise HubUnreachable(f"attempt {number} has ended")
-    claim = read_attempts(run_dir)[-1]
-    if not claim.job_id and _is_here(claim) and not is_live(claim):
-        raise HubUnreachable(f"attempt {number} is gone with the command that started it (pid {claim.pid})")
-    with OperatorClient(run_dir, number, timeout_s=timeout_s) as hub:
+    claim = newest_claim(run_dir)
+    if verdict_of(run_dir, claim.number):
+        raise HubUnreachable(f"attempt {claim.number} has ended")
+    if why := gone_from_here(run_dir, claim):
+        raise HubUnreachable(f"attempt {claim.number} is gone: {why}")
+    with OperatorClient(run_dir, claim.number, timeout_s=timeout_s) as hub:
         return question(hub)
 
 
@@ -122,23 +98,54 @@ def read_status(run_dir: Path) -> tuple[dict[str, Any] | None, str]:
     """What the hub says; what it wrote last where it does not answer; None where it wrote nothing.
 
     Returns:
-        The status, with `source` and `age_s` (how old it is), and why the hub was not asked ("" when it was).
+        The status, with `source`, `age_s` (how old it is), `state` (a word of `launch.run.State`) and `reason`; and why
+        the hub was not asked ("" when it was).
 
     Raises:
-        ConfigError, AttemptError: as `newest_attempt`.
+        ConfigError, AttemptError: as `newest_claim`.
     """
     from miles_hpc.wire.sockets import HubError
 
+    claim = newest_claim(run_dir)
     try:
         reply: dict[str, Any] = msgspec.to_builtins(ask(run_dir, lambda hub: hub.status()))
-        return {"epoch": 0, "summary": {}, "outcome": "", **reply, "source": "hub"}, ""
+        found = {"epoch": 0, "summary": {}, "outcome": "", "draining": "", **reply, "source": "hub"}
+        return {**found, "state": found["outcome"] or "running", "reason": found["draining"]}, ""
     except HubError as error:
         why = str(error)
+    sign = Watch(run_dir, claim).look()
     written = read_json(run_dir / "status.json")
     if not written:
-        return None, why
+        return None, f"{sign.text}; {why}" if sign.died else why
     age = max(0.0, time.time() - written.get("written_at", time.time()))
-    return {**written, "age_s": round(age, 3), "source": "status.json"}, why
+    found = {"outcome": "", "draining": "", **written, "age_s": round(age, 3), "source": "status.json"}
+    state, reason = _STATES[sign.life], sign.text
+    if sign.verdict:
+        verdict = verdict_of(run_dir, claim.number)
+        state, reason = str(verdict.get("outcome", "")), str(verdict.get("reason", ""))
+        found["outcome"] = state
+    elif sign.life is Life.RUNNING:
+        reason = found["draining"]
+    other = found.get("attempt") != claim.number
+    if other:
+        reason = f"attempt {claim.number} has written no status yet; {reason}"
+    if other or (sign.over and not written.get("outcome")):
+        # A script that waits for cells to be ready must not take those of the dead for it.
+        found["nodes"] = [{**row, "state": "dead"} for row in found["nodes"]]
+        found["cells"] = [{**row, "state": "lost"} for row in found["cells"]]
+    return {**found, "state": state, "reason": reason}, why
+
+
+_STATES = {Life.RUNNING: "running", Life.WAITING: "pending", Life.ENDED: "lost", Life.UNKNOWN: "unknown"}
+
+
+def said_over(claim: Attempt, sign: Sign) -> int:
+    """The exit code for who has followed an attempt to its end; says on stderr when that is no verdict."""
+    if sign.verdict:
+        return FINISHED
+    what = "died without a verdict" if sign.died else "is over without a verdict"
+    print(f"miles-hpc: attempt {claim.number} {what}: {one_line(sign.text)}", file=sys.stderr, flush=True)
+    return FAILED
 
 
 def note_fallback(why: str, path: Path) -> None:

@@ -84,24 +84,96 @@ def test_a_cell_is_stopped_started_and_restarted_while_everything_else_goes_on(p
             assert refused.returncode == 2 and text in refused.stderr and refused.stderr.count("\n") == 1
 
 
-def test_where_the_hub_does_not_answer_files_do_and_say_how_old_they_are(place):
+@contextlib.contextmanager
+def no_route(place):
+    """The hub lives, and nothing gets to its address from here."""
+    path = next((place.run_dir / "rendezvous" / "0").glob("epoch-*.json"))
+    before, draft = path.read_text(), place.path / "draft"
+    try:
+        draft.write_text(json.dumps({**json.loads(before), "addresses": ["192.0.2.1"]}))
+        draft.replace(path)
+        yield
+    finally:
+        draft.write_text(before)
+        draft.replace(path)
+
+
+def test_every_verb_answers_as_json(place):
+    with running(place):
+        status = asked(place, "status")
+        assert (status["state"], status["outcome"], status["source"], status["draining"]) == ("running", "", "hub", "")
+        assert status["age_s"] == 0 and len(asked(place, "nodes")) == 2 and len(asked(place, "cells")) == 11
+        for words in (["logs", "hub", "-n", "2"], ["events", "-n", "2"]):
+            done = place.call(*words, "--json")
+            assert done.returncode == 0 and len([json.loads(line) for line in done.stdout.splitlines()]) == 2
+        for verb, state in (("stop", "stopped"), ("start", "ready"), ("restart", "ready")):
+            assert asked(place, verb, CELL)["state"] == state
+        assert asked(place, "dump")["nodes"]
+        drained = asked(place, "drain", "run", "--reason", "lunch", "--wait")
+        assert (drained["run_dir"], drained["outcome"]) == (str(place.run_dir), "drained")
+        assert "lunch" in drained["reason"]
+        ended = json.loads(place.call("status", "run", "--json").stdout)
+        assert (ended["state"], ended["outcome"], ended["source"]) == ("drained", "drained", "status.json")
+        assert place.call("drain", "run", "--json").returncode == 2
+
+
+@pytest.mark.parametrize("silent", ["frozen", "no route"])
+def test_where_the_hub_does_not_answer_files_do_and_say_how_old_they_are(place, silent):
     with (place.path / "my.toml").open("a") as file:
         # Its agent must not put another hub in the frozen one's place before all verbs were tried.
-        file.write("hub_stall = 200.0\nfence = 300.0\nhub_grace = 400.0\n")
-    with running(place), frozen(hub_pid(place)):
+        file.write("hub_stall = 400.0\nfence = 500.0\nhub_grace = 600.0\n")
+    with running(place), frozen(hub_pid(place)) if silent == "frozen" else no_route(place):
         for words in (["status"], ["cells"], ["nodes"]):
             done = place.call(*words, "--json")
             assert done.returncode == 0 and json.loads(done.stdout)
             assert "the hub was not reached" in done.stderr and "status.json, " in done.stderr
             assert done.stderr.rstrip().endswith("s old")
-        assert json.loads(place.call("status", "--json").stdout)["age_s"] > 1
-        events = place.call("events")
-        assert "all_ready" in events.stdout and "hub.jsonl, " in events.stderr
-        logs = place.call("logs", "hub")
+        status = json.loads(place.call("status", "--json").stdout)
+        assert (status["state"], status["source"]) == ("running", "status.json")
+        assert (status["age_s"] > 1) == (silent == "frozen")
+        events = place.call("events", "--json")
+        assert "all_ready" in [json.loads(line)["event"] for line in events.stdout.splitlines()]
+        assert "hub.jsonl, " in events.stderr and place.call("events", "-n", "0").stdout == ""
+        logs = place.call("logs", "hub", "--json")
         assert "all_ready" in logs.stdout and "hub.jsonl, " in logs.stderr
-        for words in (["stop", CELL, "--timeout", "2"], ["dump"]):
-            done = place.call(*words)
-            assert done.returncode == 1 and "the hub was not reached" in done.stderr and done.stderr.count("\n") == 1
+        for words in (
+            *([verb, CELL, "--timeout", "2"] for verb in ("stop", "start", "restart")),
+            ["dump"],
+            ["drain", "run"],
+        ):
+            done = place.call(*words, "--json")
+            assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+            assert "the hub was not reached" in done.stderr or "its hub does not answer" in done.stderr
+
+
+def test_a_run_that_is_killed_whole_is_said_to_be_dead_and_ends_those_who_follow_it(place):
+    with running(place) as run, contextlib.ExitStack() as followers:
+        follow = []
+        for words in (["logs", "hub", "-f"], ["events", "-f"]):
+            process = subprocess.Popen(
+                [*COMMAND, *words], cwd=place.path, env=place.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True,
+            )  # fmt: skip
+            followers.callback(process.wait)
+            followers.callback(process.kill)
+            process.stdout.readline()
+            follow.append(process)
+        # Stopped first, as nothing of it may see the rest die and write a verdict.
+        whole = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+        for process in whole:
+            process.suspend()
+        for process in whole:
+            process.kill()
+        for process in follow:
+            _, err = process.communicate(timeout=60)
+            assert process.returncode == 1 and "attempt 0 died without a verdict: the command" in err, err
+            assert "are gone" in err
+        text = place.call("status", "run").stdout
+        assert "died without a verdict: nothing of it lives" in text and "running" not in text
+        found = json.loads(place.call("status", "run", "--json").stdout)
+        assert (found["state"], {row["state"] for row in found["cells"]}) == ("lost", {"lost"})
+        nobody = place.call("status")
+        assert nobody.returncode == 2 and "no run is going on here (the newest was run)" in nobody.stderr
 
 
 def test_logs_follow_a_cell_over_its_restart_to_the_verdict(place):

@@ -36,6 +36,13 @@ def test_no_verb_prints_the_help_and_counts_as_bad_input(capsys):
         (["run", "--dry"], "unrecognized arguments"),
         (["config"], "required"),
         (["make-model", "out", "--seed", "x"], "invalid int value"),
+        (["events", "-n", "-5"], "argument -n/--lines: -5 is less than 0: see `miles-hpc events --help`"),
+        (["logs", "-n", "many"], "invalid count value: 'many'"),
+        (["logs", "--attempt", "-1"], "--attempt: -1 is less than 0"),
+        (["stop", "cell", "--timeout", "-1"], "--timeout: -1 is no number of seconds above 0"),
+        (["restart", "cell", "--timeout", "nan"], "--timeout: nan is no number of seconds above 0"),
+        (["status", "-n"], "unrecognized arguments: -n: see `miles-hpc status --help`"),
+        (["config", "show", "--fast"], "unrecognized arguments: --fast: see `miles-hpc config show --help`"),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line_with_code_2(argv, expected, capsys):
