@@ -92,6 +92,7 @@ def test_sglang_reads_its_command_as_meant_hostile_strings_included(runtimes, tm
     assert (plain["served_model_name"], plain["log_level"], plain["device"]) == ("policy", "error", "cpu")
     assert json.loads(plain["json_model_override_args"]) == {"a": 1}
     assert (plain["sleep_on_idle"], plain["max_total_tokens"], plain["enable_metrics"]) == (True, 8192, True)
+    assert plain["incremental_streaming_output"] is True
     assert plain["api_key"] == load_http_key(tmp_path, 0)
     for text, found in zip(HOSTILE, rest, strict=False):
         assert (found["model_path"], found["chat_template"], found["host"]) == (text, text, "127.0.0.2")
