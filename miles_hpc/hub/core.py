@@ -162,6 +162,9 @@ class Cell(msgspec.Struct):
     """Starts in a row that ended because another process was first on a port."""
     unplaced_since: float | None = None
     starts: int = 0
+    """How often it was started; a start that an operator ordered counts only when it is the first."""
+    ordered: bool = False
+    """Its next start is an operator's order and no heal."""
     wanted: bool = True
     guest_of: str = ""
     """The node of another job that brought this cell; it goes with the node."""

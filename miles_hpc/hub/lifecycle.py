@@ -138,9 +138,10 @@ def _start(core: Core, cell: Cell) -> None:
     except Exception as error:  # a spec is a user's code: whatever it raises ends the run with its name
         core.decide("failed", f"pool {cell.pool}: its command cannot be rendered: {type(error).__name__}: {error}")
         return
-    cell.starts += 1
+    healing = cell.starts > 0 and not cell.ordered
+    cell.starts, cell.ordered = max(cell.starts + healing, 1), False
     core.change_phase(cell, Phase.STARTING)
-    if cell.restarts:
+    if healing:
         core.note("cell_healing", cell=cell.id, generation=str(cell.generation), restarts=cell.restarts)
     for worker, order in zip(cell.workers, orders, strict=True):
         worker.order = order

@@ -133,16 +133,16 @@ def _cell(core: Core, name: str, generation: Generation | None = None) -> Cell:
     return cell
 
 
-def _refuse_vital(cell: Cell) -> None:
-    if vital(cell):
-        raise _Refusal(
-            f"{cell.id}: the run cannot go on without it; `miles-hpc drain` ends the run with a commit, "
-            "and `miles-hpc run --run-dir RUN_DIR --resume` goes on from it"
-        )
+def _vital(cell: Cell) -> _Refusal:
+    return _Refusal(
+        f"{cell.id}: the run cannot go on without it; `miles-hpc drain` ends the run with a commit, "
+        "and `miles-hpc run --run-dir RUN_DIR --resume` goes on from it"
+    )
 
 
 def _stop(core: Core, cell: Cell, reason: str) -> None:
-    _refuse_vital(cell)
+    if vital(cell) or cell.spec.category == "controller":
+        raise _vital(cell)  # without a controller, too, training stands still
     if not cell.wanted:
         return
     core.note("operator_stops_cell", cell=cell.id, generation=str(cell.generation), reason=reason)
@@ -159,7 +159,7 @@ def _start(core: Core, cell: Cell) -> None:
     if cell.wanted:
         return
     core.note("operator_starts_cell", cell=cell.id)
-    cell.wanted = True
+    cell.wanted = cell.ordered = True
     cell.deaths.clear()
     cell.retry_at, cell.unplaced_since = core.earliest_start(cell), None
     if cell.phase is Phase.STOPPED:
@@ -168,11 +168,11 @@ def _start(core: Core, cell: Cell) -> None:
 
 def _restart(core: Core, cell: Cell, reason: str) -> None:
     if cell.spec.restart == "fail_run":
-        _refuse_vital(cell)
+        raise _vital(cell)
     if not cell.wanted:
         raise _Refusal(f"{cell.id} is stopped: `miles-hpc start {cell.id}` starts it")
     core.note("operator_restarts_cell", cell=cell.id, generation=str(cell.generation), reason=reason)
-    cell.retry_at = core.earliest_start(cell)
+    cell.retry_at, cell.ordered = core.earliest_start(cell), True
     lifecycle.end_cell(core, cell, Ending(_by_operator("restarted", reason), budgeted=False))
 
 

@@ -33,7 +33,11 @@ G1, G2 = Generation(1, 1), Generation(1, 2)
 
 @pytest.fixture
 def run(fleet, pool):
-    made = fleet(pool("engine", num_cells=2), pool("driver", category="driver", restart="fail_run"))
+    made = fleet(
+        pool("engine", num_cells=2),
+        pool("driver", category="driver", restart="fail_run"),
+        pool("controller", category="controller", state="stateful"),
+    )
     made.clear()
     return made
 
@@ -66,10 +70,22 @@ def test_a_stopped_cell_stays_stopped_until_it_is_started(run):
     assert ask(run, stop()) == Done(call_id="s")
     assert [o.worker for o in run.orders(StopWorker)] == ["engine-00000-00000"]
     run.pass_time(60)
-    assert run.phases() == {"engine-00000": "stopped", "engine-00001": "ready", "driver-00000": "ready"}
+    assert run.phases().pop("engine-00000") == "stopped" and list(run.phases().values()).count("ready") == 3
     assert run.orders(ReservePorts) == []
     assert ask(run, StartCell(call_id="t", cell="engine-00000")) == Done(call_id="t")
     assert run.phases()["engine-00000"] == "ready" and run.cell("engine-00000").generation == G2
+
+
+def test_what_an_operator_has_started_again_was_not_healed(run):
+    ask(run, stop())
+    ask(run, StartCell(call_id="t", cell="engine-00000"))
+    ask(run, RestartCell(call_id="r", cell="engine-00000", generation=G2))
+    run.pass_time(1)
+    assert run.cell("engine-00000").generation == Generation(1, 3) and run.phases()["engine-00000"] == "ready"
+    assert run.core.healed() == 0 and not [note for note in run.notes if note.event == "cell_healing"]
+    run.die("engine-00000-00000")
+    run.pass_time(5)
+    assert run.core.healed() == 1 and len([note for note in run.notes if note.event == "cell_healing"]) == 1
 
 
 def test_a_stop_of_another_generation_is_refused(run):
@@ -141,6 +157,7 @@ def test_stopping_twice_and_starting_what_runs_change_nothing(run):
     [
         (stop(cell="driver-00000"), "cannot go on without it"),
         (RestartCell(call_id="s", cell="driver-00000", generation=G1), "cannot go on without it"),
+        (stop(cell="controller-00000"), "cannot go on without it"),
         (stop(cell="engine-0000"), "did you mean engine-0000"),
         (stop(cell="x"), "`miles-hpc cells` lists them"),
     ],
