@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from miles_hpc.wire import libc
+
 TYPE_CHECKING = False  # not from typing, which a warden has no other use for
 if TYPE_CHECKING:
     import signal
@@ -197,22 +199,13 @@ def kill_all(processes: Iterable[Process], signum: int = signal.SIGKILL) -> int:
     return sum(kill_checked(process, signum) for process in processes)
 
 
-def _prctl(option: int, value: int, name: str) -> None:
-    import ctypes  # here, because most users of this module never call it
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl({name}) failed: {os.strerror(error)}")
-
-
 def become_subreaper() -> None:
     """Adopt every orphaned descendant from now on.
 
     Raises:
         OSError: on a kernel without child subreapers (before 3.4).
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
+    libc.call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent(parent: int, signum: int) -> None:
@@ -221,7 +214,7 @@ def die_with_parent(parent: int, signum: int) -> None:
     Raises:
         ProcessLookupError: when `parent` is gone already.
     """
-    _prctl(_PR_SET_PDEATHSIG, signum, "PR_SET_PDEATHSIG")
+    libc.call("prctl", _PR_SET_PDEATHSIG, signum, 0, 0, 0)
     # Asked after the call: a parent that died before it would never cause the signal.
     if os.getppid() != parent:
         raise ProcessLookupError(f"parent {parent} is gone, this process now belongs to {os.getppid()}")

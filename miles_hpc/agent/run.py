@@ -7,7 +7,6 @@ import errno
 import os
 import resource
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         begun.log.close()
         return 1
     except Exception:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         begun.log.close()
         return BROKEN
 

@@ -14,7 +14,7 @@ from miles_hpc.wire import rendezvous, security
 
 FIRST_PAUSE, GROWTH = 0.02, 1.5
 """Seconds between two looks, and by what that grows with each: many agents share the file system."""
-FIRST_PAUSE_BESIDE_HUB, GROWTH_BESIDE_HUB = 0.01, 1.04
+FIRST_PAUSE_BESIDE_HUB, GROWTH_BESIDE_HUB = 0.005, 1.02
 """The same for the agent beside the hub, for which the whole run waits: hardly longer than the hub needs."""
 LONGEST_PAUSE = 0.5
 

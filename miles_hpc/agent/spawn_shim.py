@@ -5,20 +5,19 @@ DEFAULT and IGNORED: numbers of signals, with commas). A separate program instea
 agent has ZeroMQ's threads, and Python code in a forked child of a threaded process can deadlock. The agent's main
 thread starts it, so PDEATHSIG fires with the agent and not with some thread of it.
 
-It stands between a death and the replacement's first instruction, so it imports next to nothing: the C library instead
-of `signal`, which alone would double its time.
+It stands between a death and the replacement's first instruction, so it imports next to nothing: `signal` with its
+enums, or `ctypes`, alone would add a third to its time.
 """
 
 from __future__ import annotations
 
-import ctypes
+import _signal
 import os
 import sys
 
 EXEC_FAILED = 127
 ORPHANED = 126
 _PR_SET_PDEATHSIG = 1
-_SIG_DFL, _SIG_IGN = ctypes.c_void_p(0), ctypes.c_void_p(1)
 
 
 def _main(argv: list[str]) -> int:
@@ -27,14 +26,12 @@ def _main(argv: list[str]) -> int:
     if group:
         _join(group)
     os.setsid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.signal.restype = ctypes.c_void_p
     for number in default.split(","):
-        libc.signal(int(number), _SIG_DFL)
+        _signal.signal(int(number), _signal.SIG_DFL)
     for number in ignored.split(","):
-        libc.signal(int(number), _SIG_IGN)
-    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(death_signal), 0, 0, 0) != 0:
-        print(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}", file=sys.stderr, flush=True)
+        _signal.signal(int(number), _signal.SIG_IGN)
+    if failed := _die_with_parent(death_signal):
+        print(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(failed)}", file=sys.stderr, flush=True)
         return EXEC_FAILED
     # Asked after the call: a parent that died before it would never cause the signal.
     if os.getppid() != parent:
@@ -44,6 +41,22 @@ def _main(argv: list[str]) -> int:
     except OSError as error:
         print(f"cannot start {program[0]!r}: {error.strerror} ({' '.join(program)})", file=sys.stderr, flush=True)
         return EXEC_FAILED
+
+
+def _die_with_parent(death_signal: int) -> int:
+    """0, or the number of the error. As `wire.libc.call`, for which each worker would look through site-packages."""
+    arguments = (_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
+    try:
+        import _ctypes
+
+        here = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]
+        if _ctypes.call_function(_ctypes.dlsym(here, "prctl"), arguments) == 0:
+            return 0
+    except (ImportError, AttributeError):
+        pass  # another Python
+    import ctypes
+
+    return 0 if ctypes.CDLL(None, use_errno=True).prctl(*arguments) == 0 else ctypes.get_errno()
 
 
 def _join(group: str) -> None:

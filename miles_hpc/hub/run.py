@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import os
 import signal
@@ -29,7 +28,7 @@ from miles_hpc.hub.site import Site
 from miles_hpc.hub.state import HubState
 from miles_hpc.hub.verdict import read_outcome
 from miles_hpc.specs.compute import compute_specs
-from miles_hpc.wire import allocator, codec
+from miles_hpc.wire import allocator, codec, libc
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.hashes import sha256
 from miles_hpc.wire.hub_sockets import HubSockets
@@ -89,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _die_with_parent() -> None:
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent or parent == 1:
         raise SystemExit("the agent that started this hub is gone")
 

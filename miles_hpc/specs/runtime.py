@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
+from pathlib import Path
 
 from miles_hpc.config.schema import Config, RuntimeConfig
 
@@ -44,7 +44,13 @@ def python_of(config: Config, kind: str) -> str:
     python = runtime_of(config, kind).python
     if not python:
         return sys.executable
-    return python if os.sep in python else shutil.which(python) or python
+    return python if os.sep in python else _in_path(python) or python
+
+
+def _in_path(name: str) -> str:
+    """As `shutil.which`, which brings the hub three libraries for archives."""
+    found = (Path(place) / name for place in os.get_exec_path())
+    return next((str(path) for path in found if path.is_file() and os.access(path, os.X_OK)), "")
 
 
 def own_program(config: Config, kind: str, module: str, *arguments: str) -> list[str]:

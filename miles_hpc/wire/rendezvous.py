@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import threading
@@ -12,8 +11,6 @@ from pathlib import Path
 import msgspec
 
 from miles_hpc.wire.address import HostAndPort
-
-log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"epoch-(\d{5})\.json")
 _FIRST_PAUSE_S = 0.01
@@ -171,6 +168,9 @@ def wait_for_rendezvous(
         RendezvousTimeout: after the deadline, or once `stop` is set.
         RendezvousError: as `read`.
     """
+    import logging  # here: agents read these files first of all, and wait elsewhere
+
+    log = logging.getLogger(__name__)
     stop = stop or threading.Event()
     started = reported = time.monotonic()
     pause = _FIRST_PAUSE_S

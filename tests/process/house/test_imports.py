@@ -109,10 +109,16 @@ def test_a_light_program_does_not_load_heavy_libraries(module):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="msgspec needs typing_extensions there")
 @pytest.mark.parametrize("modules", ["miles_hpc.agent.run, miles_hpc.agent.agent", "miles_hpc.cli.hub"])
-def test_agent_and_hub_load_no_compiler(modules):
+def test_agent_and_hub_load_neither_compiler_nor_ctypes(modules):
     code = f"import sys, {modules}; print('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert not {"typing_extensions", "inspect", "ast", "dis", "dataclasses"} & set(done.stdout.split())
+    assert not {"typing_extensions", "inspect", "ast", "dis", "dataclasses", "ctypes"} & set(done.stdout.split())
+
+
+def test_the_hub_loads_no_archivers():
+    code = "import sys, miles_hpc.cli.hub; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert not {"shutil", "bz2", "lzma", "tempfile"} & set(done.stdout.split())
 
 
 def test_typing_extensions_can_be_imported_after_a_lean_start():

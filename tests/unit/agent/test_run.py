@@ -8,6 +8,7 @@ import pytest
 
 from miles_hpc.agent import agent as agent_module
 from miles_hpc.agent import run as agent_run
+from miles_hpc.agent.exits import BROKEN
 from miles_hpc.agent.supervise import SpawnError
 
 pytestmark = pytest.mark.unit
@@ -39,3 +40,11 @@ def test_an_agent_that_cannot_go_on_beside_its_hub_says_why(begun, monkeypatch, 
     begun.start.assert_called_once_with()
     begun.log.close.assert_called_once_with()
     assert "agent of node 0 on 127.0.0.1: no port left" in capsys.readouterr().err
+
+
+def test_an_agent_that_breaks_shows_where_and_asks_for_another(begun, capsys):
+    begun.start.side_effect = RuntimeError("this was not foreseen")
+    assert agent_run.main(ARGUMENTS) == BROKEN
+    begun.log.close.assert_called_once_with()
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "RuntimeError: this was not foreseen" in said
