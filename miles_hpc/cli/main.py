@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().print_help()
         return BAD_INPUT
     module, function = arguments.call.split(":")
+    importlib.import_module("miles_hpc.wire.lean")  # not above: help needs none of it
     try:
         return int(getattr(importlib.import_module(f"miles_hpc.cli.{module}"), function)(arguments))
     except KeyboardInterrupt:

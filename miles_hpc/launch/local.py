@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ CRASH_PATIENCE = 1.0
 _PASS_INTERVAL = 0.05
 
 
-@dataclass
-class LocalNode:
+class LocalNode(msgspec.Struct):
     """One node of a local run."""
 
     node: str

@@ -10,13 +10,15 @@ import shutil  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+import miles_hpc.wire.lean  # noqa: E402, F401  as `miles-hpc run` does
+
+# isort: split
 from processes import IDLE_S, percentile, pss_mb  # noqa: E402
 
 from miles_hpc.config.load import write_resolved  # noqa: E402
 from miles_hpc.config.schema import Config, HealConfig, InferenceConfig, ModelConfig, RuntimeConfig  # noqa: E402
 from miles_hpc.launch.attempts import claim_attempt  # noqa: E402
 from miles_hpc.launch.local import LocalRun, start_local  # noqa: E402
-from miles_hpc.postmortem.reading import Tail  # noqa: E402
 from miles_hpc.wire.security import create_secrets  # noqa: E402
 
 DEATHS, ENGINES = 40, 4
@@ -50,9 +52,11 @@ class Plane:
         attempt = claim_attempt(run_dir)
         create_secrets(run_dir, attempt.number)
         write_resolved(config, run_dir)
+        self.run: LocalRun = start_local(config, run_dir, attempt)
+        from miles_hpc.postmortem.reading import Tail  # no part of a start
+
         self._events = Tail(run_dir / "logs" / f"attempt-{attempt.number}" / "hub.jsonl")
         self._seen: list[dict[str, object]] = []
-        self.run: LocalRun = start_local(config, run_dir, attempt)
 
     def first_exec(self) -> float:
         """When the first worker's first instruction ran."""

@@ -108,8 +108,16 @@ def test_a_light_program_does_not_load_heavy_libraries(module):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="msgspec needs typing_extensions there")
-@pytest.mark.parametrize("modules", ["miles_hpc.agent.run, miles_hpc.agent.agent", "miles_hpc.cli.hub"])
-def test_agent_and_hub_load_neither_compiler_nor_ctypes(modules):
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "miles_hpc.agent.run, miles_hpc.agent.agent",
+        "miles_hpc.cli.hub",
+        "miles_hpc.wire.lean, miles_hpc.cli.run, miles_hpc.launch.local",
+    ],
+    ids=["agent", "hub", "command"],
+)
+def test_agent_hub_and_the_command_that_starts_them_load_neither_compiler_nor_ctypes(modules):
     code = f"import sys, {modules}; print('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert not {"typing_extensions", "inspect", "ast", "dis", "dataclasses", "ctypes"} & set(done.stdout.split())
