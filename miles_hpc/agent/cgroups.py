@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Literal
 
 _PRESSURE = 5.0
 """Share of the last 10 s, in percent, in which something waited for memory, that counts as memory pressure."""
@@ -60,6 +61,33 @@ def machine_oom_kills() -> int | None:
     except OSError:
         return None
     return None
+
+
+class Kills:
+    """What the kernel killed for lack of memory, by one count of several workers: a kill explains one death only."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        """The count at the last death that it explained."""
+        self._spare = 0
+        """Kills of then that have explained none."""
+
+    def explain(self, before: int, now: int) -> Literal["no", "probable", "yes"]:
+        """Whether a kill explains a death by SIGKILL, and take it. One that was there at an earlier death may have hit
+        what that worker had started.
+
+        Args:
+            before: the count when the worker was started.
+            now: the count after its death.
+        """
+        fresh = now - max(before, self._seen)
+        if fresh > 0:
+            self._seen, self._spare = now, self._spare + fresh - 1
+            return "yes"
+        if min(self._spare, now - before) <= 0:
+            return "no"
+        self._spare -= 1
+        return "probable"
 
 
 def memory_pressure() -> bool:

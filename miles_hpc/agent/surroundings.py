@@ -29,6 +29,9 @@ class Surroundings(msgspec.Struct):
     progress: progress.ProgressReader
     kills_before: tuple[int | None, int | None]
     """How often the kernel had killed for lack of memory in this agent's own group, and on the machine."""
+    own_kills: cgroups.Kills = msgspec.field(default_factory=cgroups.Kills)
+    machine_kills: cgroups.Kills = msgspec.field(default_factory=cgroups.Kills)
+    """Those counts' kills, shared by all workers of the node."""
     log_path: Path | None = None
     """Set when its log was opened."""
 
@@ -49,6 +52,7 @@ class NodeSurroundings:
         self.groups = groups or WorkerGroups(scratch.name)
         self.logs = logs
         self._environ = environ
+        self._own_kills, self._machine_kills = cgroups.Kills(), cgroups.Kills()
 
     def make(self, order: StartWorker) -> Surroundings:
         """Prepare the start of a worker.
@@ -71,6 +75,8 @@ class NodeSurroundings:
             group=self.groups.make(order.worker),
             progress=reader,
             kills_before=(cgroups.own_oom_kills(), cgroups.machine_oom_kills()),
+            own_kills=self._own_kills,
+            machine_kills=self._machine_kills,
         )
 
     def remove(self, found: Surroundings) -> None:
@@ -93,8 +99,8 @@ def out_of_memory(found: Surroundings, signal: int | None, *, killed_by_us: bool
     """Whether the kernel killed a process of this worker because memory had run out.
 
     Certain by the worker's own control group. By the count of the whole agent's group it is when the worker died of
-    SIGKILL that was not ours. Where neither can be read, such a death while the machine killed others, or waits for
-    memory, makes it probable.
+    SIGKILL that was not ours, and the count has grown since the last such death. Where neither can be read, such a
+    death while the machine killed others, or waits for memory, makes it probable. To be asked once for each death.
     """
     if found.group is not None and (kills := cgroups.oom_kills(found.group)) is not None:
         return "yes" if kills else "no"
@@ -103,6 +109,6 @@ def out_of_memory(found: Surroundings, signal: int | None, *, killed_by_us: bool
     own, machine = cgroups.own_oom_kills(), cgroups.machine_oom_kills()
     own_before, machine_before = found.kills_before
     if own is not None and own_before is not None:
-        return "yes" if own > own_before else "no"
-    killed_somewhere = machine is not None and machine_before is not None and machine > machine_before
-    return "probable" if killed_somewhere or cgroups.memory_pressure() else "no"
+        return found.own_kills.explain(own_before, own)
+    killed = machine is not None and machine_before is not None and found.machine_kills.explain(machine_before, machine)
+    return "probable" if killed not in (False, "no") or cgroups.memory_pressure() else "no"

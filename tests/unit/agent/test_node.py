@@ -14,12 +14,13 @@ import pytest
 from miles_hpc.agent import cgroups, gpus, inventory
 from miles_hpc.agent.inventory import Granted
 from miles_hpc.agent.log import JsonLog
-from miles_hpc.agent.log_files import read_tail
+from miles_hpc.agent.log_files import LogFiles, read_tail
 from miles_hpc.agent.place import place_name
 from miles_hpc.agent.run import parser
 from miles_hpc.agent.scratch import Scratch, ScratchError, choose_base
-from miles_hpc.agent.surroundings import Surroundings, out_of_memory
-from miles_hpc.wire.messages import Gpu
+from miles_hpc.agent.surroundings import NodeSurroundings, Surroundings, out_of_memory
+from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.messages import Gpu, Probe, StartWorker
 
 pytestmark = pytest.mark.unit
 
@@ -94,14 +95,20 @@ def fake_cgroup_v2(tmp_path, monkeypatch):
     return agents, workers
 
 
-def kernel_kills_in(group):
-    (group / "memory.events").write_text("low 0\nhigh 0\nmax 31\noom 2\noom_kill 1\noom_group_kill 0\n")
+def kernel_kills_in(group, kills=1):
+    (group / "memory.events").write_text(f"low 0\nhigh 0\nmax 31\noom 2\noom_kill {kills}\noom_group_kill 0\n")
 
 
-def surroundings(group):
-    before = (cgroups.own_oom_kills(), cgroups.machine_oom_kills())
-    reader = SimpleNamespace(close=lambda: None)
-    return Surroundings(env={}, scratch=Path("/x"), group=group, progress=reader, kills_before=before)
+def surroundings(group, own=None, machine=None):
+    return Surroundings(
+        env={},
+        scratch=Path("/x"),
+        group=group,
+        progress=SimpleNamespace(close=lambda: None),
+        kills_before=(cgroups.own_oom_kills(), cgroups.machine_oom_kills()),
+        own_kills=own or cgroups.Kills(),
+        machine_kills=machine or cgroups.Kills(),
+    )
 
 
 @pytest.mark.parametrize("signal", [9, None])
@@ -120,6 +127,57 @@ def test_without_a_group_of_its_own_the_agent_s_group_tells(fake_cgroup_v2):
     kernel_kills_in(agents)
     assert out_of_memory(found, 9, killed_by_us=False) == "yes"
     assert out_of_memory(found, 9, killed_by_us=True) == out_of_memory(found, 11, killed_by_us=False) == "no"
+
+
+def test_a_kill_of_the_kernel_explains_one_death_only(fake_cgroup_v2):
+    agents, _ = fake_cgroup_v2
+    kills = cgroups.Kills()
+    first, second, third = (surroundings(None, kills) for _ in range(3))
+    kernel_kills_in(agents)
+    assert out_of_memory(first, 9, killed_by_us=False) == "yes"
+    assert out_of_memory(second, 9, killed_by_us=False) == "no"
+    kernel_kills_in(agents, 2)
+    assert out_of_memory(third, 9, killed_by_us=False) == "yes"
+
+
+def test_the_workers_of_a_node_share_the_count(fake_cgroup_v2, tmp_path):
+    agents, _ = fake_cgroup_v2
+    scratch = Scratch("k", {"TMPDIR": str(tmp_path)})
+    node = NodeSurroundings(LogFiles(tmp_path / "local", tmp_path), scratch, groups=cgroups.WorkerGroups("unused", []))
+    orders = [
+        StartWorker(
+            worker=f"pool-0000{n}-00000", generation=Generation(1, 1), argv=["x"], env={}, ports={}, probe=Probe()
+        )
+        for n in range(2)
+    ]
+    first, second = map(node.make, orders)
+    kernel_kills_in(agents)
+    assert out_of_memory(first, 9, killed_by_us=False) == "yes"
+    node.remove(first)
+    assert out_of_memory(second, 9, killed_by_us=False) == "no"
+    node.remove(second)
+    node.close()
+
+
+def test_a_kill_that_was_there_at_an_earlier_death_is_that_worker_s_or_perhaps_another_s(fake_cgroup_v2):
+    agents, _ = fake_cgroup_v2
+    kills = cgroups.Kills()
+    first, second, third = (surroundings(None, kills) for _ in range(3))
+    kernel_kills_in(agents, 2)
+    later = surroundings(None, kills)
+    assert out_of_memory(first, 9, killed_by_us=False) == "yes"
+    assert out_of_memory(later, 9, killed_by_us=False) == "no"
+    assert out_of_memory(second, 9, killed_by_us=False) == "probable"
+    assert out_of_memory(third, 9, killed_by_us=False) == "no"
+
+
+def test_a_kill_of_the_machine_makes_one_death_probable(fake_cgroup_v2, monkeypatch):
+    monkeypatch.setattr(cgroups, "own_groups", list)
+    kills = cgroups.Kills()
+    first, second = (surroundings(None, machine=kills) for _ in range(2))
+    monkeypatch.setattr(cgroups, "machine_oom_kills", lambda: 6)
+    assert out_of_memory(first, 9, killed_by_us=False) == "probable"
+    assert out_of_memory(second, 9, killed_by_us=False) == "no"
 
 
 def test_where_no_group_can_be_read_a_kill_of_the_machine_makes_it_probable(fake_cgroup_v2, monkeypatch):
