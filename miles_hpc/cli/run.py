@@ -193,7 +193,9 @@ def closing_lines(summary: dict[str, Any], run_dir: Path, made: dict[str, Path])
             f", reward {shown(reward.get('first'))} -> {shown(reward['last'])} (best {shown(reward.get('best'))})"
         )
     if heldout.get("last") is not None:
-        lines.append(f"held-out accuracy {shown(heldout.get('first'))} -> {shown(heldout['last'])}")
+        # An evaluation alone has one.
+        before = f"{shown(heldout.get('first'))} -> " if summary.get("steps") else ""
+        lines.append(f"held-out accuracy {before}{shown(heldout['last'])}")
     dropped = part("groups").get("dropped") or {}
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items()))
     lines.append(

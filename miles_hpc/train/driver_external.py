@@ -102,7 +102,8 @@ class ExternalDriver:
         kept = str(start.extra.get("weights") or "")
         await self._publish(kept if kept and Path(kept).is_dir() else self._config.model.path)
         if self._config.mode == "eval":
-            await self._evaluate()
+            if not await self._unless_drained(self._evaluate()):
+                self.summary.drained = "the evaluation had not ended, and nothing of it is kept: start it again"
             return self.summary
         if self._config.mode == "external":
             await self._announce(start)
@@ -124,12 +125,13 @@ class ExternalDriver:
         self.summary.counts = await self._executor.counts(final=True)
         return self.summary
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self) -> bool:
         found = await self._executor.evaluate(self._version, self._config.eval.limit)
         self.summary.on_evaluation(found.accuracy)
         for name, value in found.metrics.items():
             log.info("%s = %.4f", name, value)
         self._metrics.append({"step": 0, "attempt": self._attempt, "heldout": found.accuracy, "eval": found.metrics})
+        return True
 
     async def _set(self, *, ready: int = 0, ended: str = "") -> None:
         async with self._changed:

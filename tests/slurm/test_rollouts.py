@@ -40,13 +40,14 @@ def test_a_trainer_beside_the_agents_pulls_publishes_and_ends_with_the_run(bed: 
     assert job.processes() == []
 
 
-def test_a_trainer_that_fails_lets_the_run_drain_instead_of_waiting_for_it(bed: Bed, tmp_path):
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_trainer_that_leaves_early_lets_the_run_drain_instead_of_waiting_for_it(bed: Bed, tmp_path, code):
     program = tmp_path / "trainer.py"
-    program.write_text(TRAINER.replace("FAIL", "raise SystemExit(3)"))
+    program.write_text(TRAINER.replace("FAIL", f"raise SystemExit({code})"))
     job = submit(bed, "rollouts", "smoke", "--set", "steps=50", "--", sys.executable, str(program))
     job.wait(150)
     verdict = job.verdict()
-    assert verdict["outcome"] == "drained" and "the trainer ended with 3" in verdict["reason"], job.said()
+    assert verdict["outcome"] == "drained" and f"the trainer ended with {code}" in verdict["reason"], job.said()
     assert job.processes() == []
 
 

@@ -71,6 +71,11 @@ def test_closing_lines_name_only_what_exists(tmp_path):
     assert [line.split()[0] for line in lines[-2:]] == ["checkpoint", "metrics"]
 
 
+def test_closing_lines_of_an_evaluation_have_one_accuracy(tmp_path):
+    lines = closing_lines({"outcome": "finished", "steps": 0, "heldout": {"first": 0.5, "last": 0.5}}, tmp_path, {})
+    assert "held-out accuracy 0.5" in lines
+
+
 def test_closing_lines_of_a_run_without_a_summary(tmp_path):
     assert "failed after 0 steps" in closing_lines({}, tmp_path, {})[1]
 
