@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 
 import msgspec
@@ -66,7 +67,7 @@ def test_a_run_that_died_without_a_verdict_is_said_to_be_dead(write, capsys):
     text = shown(capsys, "status", run)
     assert "running" not in text and "lost, step 2, weight version 3" in text
     assert f"died without a verdict: nothing of it lives: the command that started it (pid {os.getpid()})" in text
-    assert "it was last heard of 30 s ago" in text
+    assert re.search(r"it was last heard of [34]\d s ago", text)
     for verb in ("nodes", "cells"):
         text = shown(capsys, verb, run)
         assert text.startswith("died without a verdict") and "ready" not in text and "alive" not in text
