@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import signal
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -17,16 +16,15 @@ from miles_hpc.agent.gpus import GpuError, GpuLooks
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.ports import PortError, Ports, describe_holder, is_served_by
 from miles_hpc.agent.probes import Finding
+from miles_hpc.agent.row import Row, report_of
 from miles_hpc.agent.supervise import Cause, Exit, SpawnError, Supervisor
-from miles_hpc.agent.surroundings import NodeSurroundings, Surroundings, out_of_memory
+from miles_hpc.agent.surroundings import NodeSurroundings
 from miles_hpc.agent.watches import Watches
 from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
-    HttpCall,
     Message,
     PortsReserved,
-    Probe,
     ReservePorts,
     StartWorker,
     StopWorker,
@@ -36,45 +34,12 @@ from miles_hpc.wire.messages import (
     WorkerState,
 )
 
-LOG_TAIL_BYTES = 64 * 1024
 GPU_LOOK_S = 1.0
 """Seconds between two looks at GPUs whose memory somebody else still holds."""
 NVML_PATIENCE_S = 10.0
 """Seconds beyond `gpu.wait_s` after which a look at GPUs that has not ended counts as one that found them held."""
-_ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|\[Errno 98\]|os error 98")
-
-
 _FAREWELL_LOOK_S = 0.02
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-NO_PROBE = Probe()
-
-
-class Row(msgspec.Struct):
-    """One worker of the table, from its reservation until it is stopped."""
-
-    worker: str
-    generation: Generation
-    state: Literal["reserved", "starting", "ready", "stopping"] = "reserved"
-    ports: dict[str, int] = msgspec.field(default_factory=dict)
-    pid: int = 0
-    log_path: str = ""
-    around: Surroundings | None = None
-    order: StartWorker | None = None
-    """Carried out once its GPUs are fresh, or `patience` is over."""
-    patience: float = 0.0
-    awaited: bool = False
-    """It was said that its GPUs are not fresh."""
-    probe: Probe = NO_PROBE
-    stateful: bool = False
-    calls: list[HttpCall] = msgspec.field(default_factory=list)
-    environ: dict[str, str] = msgspec.field(default_factory=dict)
-    essential: list[str] = msgspec.field(default_factory=list)
-    farewell: Farewell | None = None
-    """Under way: then it is stopped for the cause and text of `stop`."""
-    stop: tuple[Cause, str, float | None] = ("stopped", "", None)
-    gpu_uuids: list[str] = msgspec.field(default_factory=list)
-    ended: WorkerExited | None = None
-    """What the hub was told of its end before nothing of it was left."""
 
 
 class WorkerTable:
@@ -107,17 +72,7 @@ class WorkerTable:
 
     def rows(self) -> list[WorkerState]:
         """The full table."""
-        return [
-            WorkerState(
-                worker=row.worker,
-                generation=row.generation,
-                state=row.state,
-                pid=row.pid,
-                ports=row.ports,
-                gpu_uuids=row.gpu_uuids,
-            )
-            for row in self._rows.values()
-        ]
+        return [row.as_told() for row in self._rows.values()]
 
     def running(self) -> bool:
         """Whether any worker has a process."""
@@ -375,7 +330,9 @@ class WorkerTable:
         self._stop(row, cause, finding.text, 0.0)
         lost = Exit(row.worker, row.generation, row.pid, None, finding.signal, False, cause, finding.text, 0)
         # The signal tells whether memory had run out; the worker's own end is another one.
-        row.ended = msgspec.structs.replace(self._report_of(row, lost, by_slurm=by_slurm), signal=None)
+        row.ended = msgspec.structs.replace(
+            report_of(row, self._surroundings.logs, lost, by_slurm=by_slurm), signal=None
+        )
         self._send(msgspec.structs.replace(row.ended, gone=False))
 
     def on_ended(self, ended: Exit, *, by_slurm: bool) -> None:
@@ -386,7 +343,7 @@ class WorkerTable:
             return  # Slurm signals one process after the other: the agent's own signal may be about to explain this
         row = self._rows[ended.name]
         row.state = "stopping"
-        row.ended = self._report_of(row, ended, by_slurm=by_slurm)
+        row.ended = report_of(row, self._surroundings.logs, ended, by_slurm=by_slurm)
         self._send(msgspec.structs.replace(row.ended, gone=False))
 
     def on_overdue(self, ending: Exit, *, by_slurm: bool) -> None:
@@ -395,7 +352,7 @@ class WorkerTable:
         if row.ended is not None or ending.cause == "stopped":
             return
         row.state = "stopping"
-        row.ended = self._report_of(row, ending, by_slurm=by_slurm)
+        row.ended = report_of(row, self._surroundings.logs, ending, by_slurm=by_slurm)
         text = f"{row.ended.text}; it was killed, and has not ended yet".lstrip("; ")
         self._send(msgspec.structs.replace(row.ended, text=text, gone=False))
 
@@ -408,7 +365,7 @@ class WorkerTable:
     def on_exit(self, ended: Exit, *, by_slurm: bool) -> None:
         """Nothing of a worker is left."""
         row = self._rows[ended.name]
-        report = row.ended or self._report_of(row, ended, by_slurm=by_slurm)
+        report = row.ended or report_of(row, self._surroundings.logs, ended, by_slurm=by_slurm)
         if ended.leftovers:
             text = f"{report.text}; {ended.leftovers} processes that it had started were killed".lstrip("; ")
             report = msgspec.structs.replace(report, text=text)
@@ -426,30 +383,6 @@ class WorkerTable:
             cause=report.cause,
             text=report.text,
             log_path=row.log_path,
-        )
-
-    def _report_of(self, row: Row, ended: Exit, *, by_slurm: bool) -> WorkerExited:
-        around = row.around
-        tail = ""
-        if around is not None and around.log_path is not None:
-            tail = self._surroundings.logs.tail(around.log_path, LOG_TAIL_BYTES)
-        cause, text = ended.cause, ended.text
-        if cause == "exited" and by_slurm:
-            cause = "stopped_by_slurm"
-        if cause == "exited" and ended.exit_code and _ADDRESS_IN_USE.search(tail[-8192:]):
-            cause = "port_taken"
-            text = f"another process took one of its ports {row.ports} first (EADDRINUSE); {text}".rstrip("; ")
-        oom = "no" if around is None else out_of_memory(around, ended.signal, killed_by_us=ended.killed_by_us)
-        return WorkerExited(
-            worker=row.worker,
-            generation=row.generation,
-            exit_code=ended.exit_code,
-            signal=ended.signal,
-            oom=oom,
-            cause=cause,
-            text=text,
-            log_path=row.log_path,
-            log_tail=tail,
         )
 
     def _forget(self, row: Row) -> None:
