@@ -25,18 +25,25 @@ def pss_mb(pids: list[int]) -> float:
     return round(total / 1e6, 1)
 
 
-def marked(variable: str, value: str) -> dict[int, str]:
-    """Living processes with this in their environment: pid -> command line."""
-    wanted = f"{variable}={value}".encode()
-    found = {}
+def below(root: int) -> dict[int, str]:
+    """Living descendants of a process: pid -> command line."""
+    children: dict[int, list[int]] = {}
     for place in Path("/proc").iterdir():
-        if not place.name.isdigit():
-            continue
-        try:
-            if wanted in (place / "environ").read_bytes().split(b"\0"):
-                found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
+        if place.name.isdigit():
+            try:
+                state, parent = (place / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(place.name))
+    found, todo = {}, [root]
+    while todo:
+        for pid in children.get(todo.pop(), ()):
+            todo.append(pid)
+            try:
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:
+                continue
     return found
 
 

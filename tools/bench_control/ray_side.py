@@ -12,10 +12,8 @@ import tempfile  # noqa: E402
 import threading  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from processes import IDLE_S, kind_of, marked, percentile, pss_mb, wait_until_readable  # noqa: E402
+from processes import IDLE_S, below, kind_of, percentile, pss_mb, wait_until_readable  # noqa: E402
 
-MARK = "BENCH_CONTROL_RAY"
-os.environ[MARK] = str(os.getpid())
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 WINDOW, CALLS, DEATHS = 64, 2000, 10
 
@@ -69,7 +67,7 @@ def main():
     # starts before anybody asks for them come, and go, in the seconds after the first actors.
     ours = {ray.get(actor.pid.remote()), ray.get(starter.pid.remote()), os.getpid()}
     time.sleep(IDLE_S)
-    plane = {pid: kind_of(line) for pid, line in marked(MARK, str(os.getpid())).items() if pid not in ours}
+    plane = {pid: kind_of(line) for pid, line in below(os.getpid()).items() if pid not in ours}
     sizes = {}
     for pid, kind in plane.items():
         sizes.setdefault(kind, []).append(pss_mb([pid]))
