@@ -196,8 +196,8 @@ class GenerateClient:
         if url is None:
             raise NoRouter("no router is in the address book")
         try:
-            with self._watch.over(url, deadline) as waiting:
-                status, events = await self._post(url, payload, headers, waiting)
+            waiting = self._watch.over(url, deadline)
+            status, events = await waiting.run(self._post(url, payload, headers, waiting))
         except Withdrawn as error:
             raise RequestLost(f"router {url} was withdrawn with the request in flight") from error
         except Silent as error:

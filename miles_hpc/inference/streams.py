@@ -11,14 +11,17 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import aiohttp
 
 from miles_hpc.inference.http_session import Withdrawn
 from miles_hpc.inference.merging import Events
 from miles_hpc.wire.ids import Generation
+from miles_hpc.wire.time_limit import settled
+
+T = TypeVar("T")
 
 IDLE_S = 30.0
 """Silence after which the engines are asked whether one of them has a reason for it."""
@@ -86,13 +89,7 @@ def _acknowledge(response: aiohttp.ClientResponse) -> None:
 
 
 class Waiting:
-    """One request in flight, as a context manager around it: it is cancelled from inside when it is lost.
-
-    Raises on leaving the block:
-        Withdrawn: the router left the address book.
-        Silent: nothing comes any more.
-        asyncio.TimeoutError: its deadline passed.
-    """
+    """One request in flight: it is cancelled when it is lost."""
 
     __slots__ = ("_begun", "_task", "_watch", "at", "deadline", "gone_at", "pause", "url", "verdict")
 
@@ -109,12 +106,23 @@ class Waiting:
         """When an engine left the address book after that; earlier than `at`: none did."""
         self.verdict: BaseException | None = None
 
-    def __enter__(self) -> Waiting:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns, in a task of its own that has ended when this ends.
+
+        Raises:
+            Withdrawn: the router left the address book.
+            Silent: nothing comes any more.
+            asyncio.TimeoutError: its deadline passed.
+        """
+        self._task = asyncio.ensure_future(work)
         self._watch.enter(self)
-        return self
+        try:
+            await settled(self._task)
+        finally:
+            self._watch.leave(self)
+        if self.verdict is not None and self._task.cancelled():
+            raise self.verdict
+        return self._task.result()
 
     def beat(self) -> None:
         """Something came."""
@@ -128,19 +136,6 @@ class Waiting:
         if self._watch.leave(self):
             self.verdict = verdict
             self._task.cancel()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.leave(self)
-        if self.verdict is None:
-            return
-        # A cancellation from outside, too, goes on as one. (Python 3.10 does not count them.)
-        uncancel = getattr(self._task, "uncancel", None)
-        if uncancel is not None and uncancel() > 0:
-            return
-        if isinstance(error, asyncio.CancelledError):
-            raise self.verdict from None
 
 
 class SilenceWatch:

@@ -28,7 +28,7 @@ from miles_hpc.rollout.statistics import group_stats
 from miles_hpc.rollout.work_messages import RunGroup, Stage
 from miles_hpc.transport.batch import LengthMismatch, SampleArrays, check_samples
 from miles_hpc.transport.columns import SchemaError
-from miles_hpc.wire.time_limit import timeout
+from miles_hpc.wire.time_limit import within
 
 log = logging.getLogger(__name__)
 
@@ -242,8 +242,7 @@ class GroupRun:
                 context.interrupt()
             stage("prompt")
             try:
-                async with timeout(timeout_s):
-                    answer = await self._generate(sample, context)
+                answer = await within(timeout_s, self._generate(sample, context))
             except asyncio.TimeoutError as error:
                 if context.left_s > 0:
                     raise  # a timeout of the function's own

@@ -24,7 +24,7 @@ from miles_hpc.rollout.sample import GroupSpec, PartialSample, Status
 from miles_hpc.rollout.statistics import stats_to_keep
 from miles_hpc.rollout.work_messages import RunGroup
 from miles_hpc.transport.batch import STATUSES, RolloutBatch
-from miles_hpc.wire.time_limit import timeout
+from miles_hpc.wire.time_limit import within
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +61,7 @@ async def progress(collector: Collector, dispatcher: Dispatcher) -> None:
     """Wait for a change, with a line every 10 s that says what is waited for."""
     while True:
         try:
-            # Not wait_for: it can lose a cancellation to a change that comes in the same turn of the loop.
-            async with timeout(PROGRESS_S):
-                return await collector.wait()
+            return await within(PROGRESS_S, collector.wait())
         except asyncio.TimeoutError:
             waiting = [f"{name}: {dispatcher.where(name)}" for name in sorted(collector.open)[:3]]
             done = len(collector.results)
@@ -175,8 +173,7 @@ class SyncProducer(_Shared):
             asked = set(self._dispatcher.interrupt(collector.open))
             while (asked & collector.open) and time.monotonic() < deadline:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    async with timeout(deadline - time.monotonic()):
-                        await collector.wait()
+                    await within(deadline - time.monotonic(), collector.wait())
         rest = [name for name in (*collector.open, *collector.results, *collector.partial) if name not in used]
         partial = dict(collector.partial)
         if self._config.rollout.partial:

@@ -18,7 +18,7 @@ import msgspec
 from miles_hpc.rollout.functions import load_function
 from miles_hpc.rollout.reward_batches import RewardBatches
 from miles_hpc.rollout.sample import Sample
-from miles_hpc.wire.time_limit import timeout, within
+from miles_hpc.wire.time_limit import within
 
 KEY = "reward.function"
 _START_S = 120.0
@@ -202,8 +202,7 @@ class Scorer:
             if self._inline is not None:
                 return self._inline(what)
             if self._coroutine is not None:
-                async with timeout(self._timeout_s):
-                    return await self._coroutine(what)
+                return await within(self._timeout_s, self._coroutine(what))
             return await self._in_process(what)
         except asyncio.TimeoutError as error:
             raise RewardTimeout(

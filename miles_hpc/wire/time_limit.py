@@ -1,22 +1,17 @@
-"""Time limits of coroutines: `timeout` around a block, `within` around a call.
+"""Waiting for coroutines: `within` a time limit, `settled` without one.
 
-Not `asyncio.wait_for`: before Python 3.12 it swallows a cancellation that comes together with the result, and whoever
-cancelled waits for a coroutine that goes on for ever.
+Both run the work in a task of its own, so that a cancellation that arrives here is the caller's, whatever else ends the
+work in the same turn of the loop. Not `asyncio.wait_for`: before Python 3.12 it swallows a cancellation that comes
+together with the result, and whoever cancelled waits for a coroutine that goes on for ever. Not a time limit around a
+block either: it cancels the caller's own task, and Python 3.10 does not count cancellations, so one that comes with the
+end of the time is taken for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable
 from typing import TypeVar
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:
-    from async_timeout import timeout
-
-__all__ = ["timeout", "within"]
 
 T = TypeVar("T")
 
@@ -32,7 +27,6 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     task = asyncio.ensure_future(work)
     late = False
     try:
-        # The time limit cancels nobody who waits here: a cancellation that arrives is the caller's, and goes on as one.
         await asyncio.wait({task}, timeout=seconds)
         if late := task.cancel():
             await asyncio.wait({task})
@@ -44,6 +38,15 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         if late:
             raise asyncio.TimeoutError from None
+        raise
+
+
+async def settled(task: asyncio.Future[T]) -> None:
+    """Wait until `task` has ended, however it ends. The caller's cancellation ends it first, and then goes on."""
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        await _end(task)
         raise
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 
 import pytest
 from aiohttp import web
@@ -122,16 +121,19 @@ def test_a_connection_is_used_again_after_a_stream(make_answer):
     assert run(make_answer, [["part", "whole", "done"]], scenario) == (1, 1)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="cancellations are not counted there")
-def test_a_cancellation_from_outside_is_one_even_when_the_request_is_given_up_at_the_same_time(make_answer):
+@pytest.mark.parametrize("first", ["given up", "cancelled"])
+def test_a_cancellation_from_outside_is_one_even_when_the_request_is_given_up_at_the_same_time(make_answer, first):
     async def scenario(peer, http):
         client = GenerateClient(lambda: peer.url, http, 100)
         call = asyncio.ensure_future(client.generate([1, 2, 3], SAMPLING, deadline_s=5))
         while not peer.requests:  # noqa: ASYNC110 - the peer's state
             await asyncio.sleep(0.01)
         (waiting,) = client._watch._in_flight
+        if first == "cancelled":
+            call.cancel()
         waiting.give_up(streams.Silent("by the test"))
-        call.cancel()
+        if first == "given up":
+            call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
 
@@ -141,12 +143,15 @@ def test_a_cancellation_from_outside_is_one_even_when_the_request_is_given_up_at
 def test_a_look_at_the_engines_that_was_never_begun_is_made_again(make_answer):
     async def scenario(peer, http):
         watch = GenerateClient(lambda: peer.url, http, 100, engines=lambda: {ENGINE: peer.url}, idle_s=0.0)._watch
-        with watch.over(peer.url, asyncio.get_running_loop().time() + 5):
+
+        async def looked_at():
             watch._look()
             assert watch._asking is not None
+
+        await watch.over(peer.url, asyncio.get_running_loop().time() + 5).run(looked_at())
         assert watch._asking is None
-        with pytest.raises(streams.Silent), watch.over(peer.url, asyncio.get_running_loop().time() + 5):
-            await asyncio.sleep(3)
+        with pytest.raises(streams.Silent):
+            await watch.over(peer.url, asyncio.get_running_loop().time() + 5).run(asyncio.sleep(3))
 
     run(make_answer, [[60]], scenario)
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from miles_hpc.wire.time_limit import within
+from miles_hpc.wire.time_limit import settled, within
 
 pytestmark = pytest.mark.unit
 
@@ -40,14 +40,17 @@ def test_asyncio_s_own_swallows_it():
     assert asyncio.run(cancelled_with_the_result(wait_for)) == "went on"
 
 
-def test_a_cancellation_that_comes_with_the_end_of_the_time_is_not_swallowed():
+@pytest.mark.parametrize("cancelled", ["before", "after", "before and after"])
+def test_a_cancellation_that_comes_with_the_end_of_the_time_is_not_swallowed(cancelled):
     async def main():
         loop, never = asyncio.get_running_loop(), asyncio.Event()
         task = asyncio.ensure_future(within(0.01, never.wait()))
-        # Both timers are due in one turn of the loop.
-        loop.call_later(0.01, task.cancel)
+        # All timers are due in one turn of the loop.
+        if "before" in cancelled:
+            loop.call_later(0.01, task.cancel)
         await asyncio.sleep(0)
-        loop.call_later(0.01, task.cancel)
+        if "after" in cancelled:
+            loop.call_later(0.01, task.cancel)
         loop.call_soon(time.sleep, 0.05)
         await asyncio.wait({task})
         return task.cancelled()
@@ -122,3 +125,32 @@ def test_what_the_work_raises_is_raised(error):
 
     with pytest.raises(type(error)):
         asyncio.run(within(5, fails()))
+
+
+@pytest.mark.parametrize("first", ["work", "caller"])
+def test_a_caller_cancelled_together_with_its_work_knows_it(first):
+    """So a cancellation that reaches it is never taken for one of the work alone."""
+
+    async def main():
+        work = asyncio.ensure_future(asyncio.Event().wait())
+        caller = asyncio.ensure_future(settled(work))
+        await asyncio.sleep(0)
+        for task in (work, caller) if first == "work" else (caller, work):
+            task.cancel()
+        await asyncio.wait({caller})
+        assert work.cancelled()
+        return caller.cancelled()
+
+    assert asyncio.run(main())
+
+
+def test_work_that_is_cancelled_alone_is_settled():
+    async def main():
+        work = asyncio.ensure_future(asyncio.Event().wait())
+        caller = asyncio.ensure_future(settled(work))
+        await asyncio.sleep(0)
+        work.cancel()
+        await caller
+        return work.cancelled()
+
+    assert asyncio.run(main())
