@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from miles_hpc.config.schema import MakeModelConfig
 
@@ -127,7 +128,7 @@ def _write_weights(out: Path, config: dict[str, Any], seed: int) -> None:
     rng = np.random.default_rng(seed)
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
 
-    def drawn(*shape: int) -> np.ndarray:
+    def drawn(*shape: int) -> npt.NDArray[np.float32]:
         return rng.normal(0.0, _INIT_STD, shape).astype(np.float32)
 
     ones = np.ones(hidden, np.float32)

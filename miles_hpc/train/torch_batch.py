@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from miles_hpc.train.warm_data import Example
@@ -42,7 +43,7 @@ class MicroBatch:
         return self.token_ids[:, 1:]
 
 
-def rollout_micro_batches(batch: TrainBatch, rows: np.ndarray, size: int) -> Iterator[MicroBatch]:
+def rollout_micro_batches(batch: TrainBatch, rows: npt.NDArray[np.int64], size: int) -> Iterator[MicroBatch]:
     """Samples `rows` of a shard in micro-batches, the longest together so that little is padding."""
     lengths = np.diff(batch.offsets)
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
@@ -74,7 +75,7 @@ def _packed(batch: TrainBatch, start: int, stop: int) -> MicroBatch:
     )
 
 
-def _from_rollout(batch: TrainBatch, rows: np.ndarray, lengths: np.ndarray) -> MicroBatch:
+def _from_rollout(batch: TrainBatch, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> MicroBatch:
     longest = max(int(lengths[rows].max()), 2)
     shape = (len(rows), longest)
     token_ids, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)

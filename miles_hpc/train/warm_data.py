@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from miles_hpc.config.schema import WarmStartConfig
 from miles_hpc.engine.chat_tokenizer import ChatTokenizer
@@ -22,7 +23,7 @@ class Example:
 
     __slots__ = ("answer_start", "token_ids")
 
-    def __init__(self, token_ids: np.ndarray, answer_start: int) -> None:
+    def __init__(self, token_ids: npt.NDArray[np.int64], answer_start: int) -> None:
         self.token_ids = token_ids
         self.answer_start = answer_start
 
@@ -67,10 +68,10 @@ def _example(warm: WarmStartConfig, tokenizer: ChatTokenizer, line: str, where: 
     return Example(np.asarray(whole, np.int64), len(start))
 
 
-def batches(count: int, batch_size: int, steps: int, seed: int) -> Iterator[np.ndarray]:
+def batches(count: int, batch_size: int, steps: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:
     """Row numbers of each step, `[batch_size] int64`: epochs in an order that the seed decides, without a gap."""
     rng = np.random.default_rng(seed)
-    rows = np.empty(0, np.int64)
+    rows: npt.NDArray[np.int64] = np.empty(0, np.int64)
     for _ in range(steps):
         while len(rows) < batch_size:
             rows = np.concatenate([rows, rng.permutation(count)])
