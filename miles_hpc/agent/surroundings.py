@@ -11,6 +11,7 @@ import msgspec
 
 from miles_hpc.agent import cgroups, procfs
 from miles_hpc.agent.cgroups import WorkerGroups
+from miles_hpc.agent.environs import EnvironFiles
 from miles_hpc.agent.gpus import NodeGpus
 from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.scratch import Scratch
@@ -52,6 +53,7 @@ class NodeSurroundings:
         self.groups = groups or WorkerGroups(scratch.name)
         self.logs = logs
         self._environ = environ
+        self._environ_files = EnvironFiles()
         self._own_kills, self._machine_kills = cgroups.Kills(), cgroups.Kills()
 
     def make(self, order: StartWorker) -> Surroundings:
@@ -69,6 +71,8 @@ class NodeSurroundings:
         env.update(self.scratch.variables(scratch))
         env.update(order.env)
         env[progress.VARIABLE] = str(counter)
+        # What marks it as ours comes on top (`Supervisor.spawn`).
+        self._environ_files.write(self.logs.home_of(Path(f"{order.worker}.g{order.generation}.env.json")), dict(env))
         return Surroundings(
             env=env,
             scratch=scratch,
@@ -90,6 +94,7 @@ class NodeSurroundings:
 
     def close(self) -> None:
         """Every worker is gone."""
+        self._environ_files.close()
         self.logs.close()
         self.groups.close()
         self.scratch.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -56,6 +57,22 @@ def test_of_a_gigabyte_of_log_head_and_tail_are_kept(hub, node):
         file.seek(-14, os.SEEK_END)
         assert file.read() == b"the last line\n"
     assert path.stat().st_size >= worker_logs.HEAD + worker_logs.TAIL
+
+
+def test_the_environment_of_a_worker_lies_beside_its_log_without_secrets(hub, nodes):
+    nodes.start(env={"MY_API_KEY": "hunter2", "MY_SETTING": "seen"})
+    hub.join()
+    program = "import os; print({name: value for name, value in os.environ.items()})"
+    hub.start(WORKER, program)
+    log = Path(hub.exited(WORKER).log_path)
+    kept = log.with_name(f"{WORKER}.g1-1.env.json")
+    assert eventually(lambda: kept.exists() and kept.read_text().endswith("}\n"))
+    assert kept.stat().st_mode & 0o777 == 0o600
+    shown, effective = json.loads(kept.read_text()), ast.literal_eval(log.read_text())
+    assert (shown["MY_SETTING"], shown["MY_API_KEY"], effective["MY_API_KEY"]) == ("seen", "***", "hunter2")
+    # The marks are the supervisor's; Python itself may set LC_CTYPE.
+    assert effective.keys() - shown.keys() <= {procfs.MARK, "SPT_NOENV", "LC_CTYPE"}
+    assert not [line for path in log.parent.rglob("*.json*") if "hunter2" in (line := path.read_text())]
 
 
 # ----------------------------------------------------------------------------------------- control groups
