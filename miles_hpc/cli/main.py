@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from miles_hpc.cli.exits import BAD_INPUT, CANCELLED, FAILED
 from miles_hpc.cli.live_verbs import add_live_verbs
-from miles_hpc.cli.parsing import Parser, add_files
+from miles_hpc.cli.parsing import Parser, Verbs, add_files
 from miles_hpc.cli.slurm_verbs import add_slurm_verbs
 
 # Started by programs, with arguments of their own: module that holds `main(argv)`.
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         description="LLM reinforcement-learning rollouts and training, with no Ray.",
         epilog="exit codes: 0 finished, 1 failed, 2 bad input, 75 drained, 130 cancelled",
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser, action=Verbs)
 
     run = verbs.add_parser("run", help="run a recipe or your own run files on this machine")
     run.set_defaults(call="run:run")
@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dry-run", action="store_true", help="print config, placement and commands; start nothing")
 
     config = verbs.add_parser("config", help="show a resolved config, or every setting there is")
-    actions = config.add_subparsers(dest="action", metavar="show|schema", parser_class=Parser, required=True)
+    actions = config.add_subparsers(
+        dest="action", metavar="show|schema", parser_class=Parser, action=Verbs, required=True
+    )
     show = actions.add_parser("show", help="the config that these files give, defaults included, as TOML")
     show.set_defaults(call="config:show")
     add_files(show)
@@ -81,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     postmortem.add_argument("run_dir", metavar="RUN_DIR", help="its directory, also of a run that is long over")
 
     rollouts = verbs.add_parser("rollouts", help="look at a saved rollout")
-    actions = rollouts.add_subparsers(dest="action", metavar="show", parser_class=Parser, required=True)
+    actions = rollouts.add_subparsers(dest="action", metavar="show", parser_class=Parser, action=Verbs, required=True)
     shown = actions.add_parser("show", help="prompts, responses with log-probs and masks, rewards, weight versions")
     shown.set_defaults(call="rollouts:show")
     shown.add_argument("file", metavar="FILE", help="<run_dir>/rollouts/<id>.parcel, of rollout.save_debug = true")

@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         metavar="S",
         default=1800.0,
-        help="how long the other nodes wait for the first one to check the files and build the model",
+        help="how long the other nodes wait for the first one to check the files and build the model (default: 1800)",
     )
     return found
 

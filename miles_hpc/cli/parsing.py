@@ -42,9 +42,22 @@ def seconds(text: str) -> float:
     return found
 
 
+class Verbs(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Verbs whose own help begins with what the list of them says."""
+
+    def add_parser(self, name: str, **given: Any) -> Any:
+        given.setdefault("description", given.get("help"))
+        return super().add_parser(name, **given)
+
+
 def add_files(parser: argparse.ArgumentParser) -> None:
     """Run files and `--set`."""
-    parser.add_argument("files", nargs="*", metavar="FILE_OR_RECIPE", help="run files or recipes; later ones win")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE_OR_RECIPE",
+        help="run files, or recipes that come with us (quickstart, reasoning-gym, smoke); later ones win",
+    )
     parser.add_argument(
         "--set",
         dest="sets",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ def test_help_and_main_import_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_help_of_a_verb_says_what_it_is_for_and_which_recipes_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "run a recipe or your own run files on this machine" in said
+    recipes = resources.files("miles_hpc.recipes").iterdir()
+    names = sorted(path.name.removesuffix(".toml") for path in recipes if path.name.endswith(".toml"))
+    assert f"({', '.join(names)})" in said
 
 
 def test_no_verb_prints_the_help_and_counts_as_bad_input(capsys):
