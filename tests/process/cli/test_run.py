@@ -62,7 +62,8 @@ def test_status_and_cells_answer_while_it_runs(place):
         first = place.call("status", "--json")
         status = json.loads(first.stdout)
         assert list(status) == [
-            *("run_id", "attempt", "epoch", "hub", "step", "weight_version", "nodes", "cells", "age_s", "dropped"),
+            *("run_id", "attempt", "epoch", "state", "reason", "outcome", "draining", "hub", "step", "weight_version"),
+            *("nodes", "cells", "source", "age_s", "dropped"),
         ]
         assert (status["run_id"], status["attempt"], status["epoch"]) == ("run", 0, 1)
         assert (status["step"], status["weight_version"], status["age_s"]) == (2, 3, 0.0)
