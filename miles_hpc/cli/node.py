@@ -7,6 +7,7 @@ warden is the Slurm task itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from miles_hpc.cli.parsing import Parser, add_files
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.launch.allocation import JobKey, NotInAllocation, Task
 from miles_hpc.launch.attempts import AttemptError
+from miles_hpc.launch.job_files import write_exit_code
 from miles_hpc.launch.preparation import (
     FirstNodeGone,
     PreparationTimeout,
@@ -63,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             wait_shared(run_dir)
             prepared = wait_prepared(run_dir, task.job, task.step, arguments.prepare_timeout)
             _hold_signals()
-        except (PreparationTimeout, FirstNodeGone) as error:
+        except PreparationTimeout as error:
+            return _fail(str(error))
+        except FirstNodeGone as error:
+            # In its place: nobody else says what the batch script ends with.
+            with contextlib.suppress(OSError):
+                write_exit_code(run_dir, task.job, FAILED)
             return _fail(str(error))
         except Signalled as error:
             return _drained(f"{error} came to {task.host} while it waited for the first node to prepare the run")
@@ -109,7 +116,6 @@ def join(run_dir: Path, task: Task) -> int:
 
 def _prepare_and_say(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepared:
     from miles_hpc.launch.first_node import listening
-    from miles_hpc.launch.job_files import write_exit_code
 
     try:
         try:

@@ -123,6 +123,7 @@ def test_a_first_node_that_is_killed_while_it_prepares_costs_the_others_seconds(
     said = other.communicate(timeout=60)[1]
     child.kill()
     assert other.returncode == 1 and "has ended while it prepared the run" in said, said
+    assert exit_code_path(tmp_path / "run", JOB).read_text() == "1\n"
 
 
 def test_what_the_first_node_has_prepared_is_taken_over_and_signals_are_left_to_the_warden(node, tmp_path):
