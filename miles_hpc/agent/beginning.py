@@ -13,6 +13,7 @@ from pathlib import Path
 from miles_hpc.agent import inventory, procfs, signals
 from miles_hpc.agent.gpus import VISIBLE, NodeGpus
 from miles_hpc.agent.hub_process import HubProcess
+from miles_hpc.agent.interfaces import interface_of
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.options import Options
@@ -55,7 +56,7 @@ class Beginning:
         spare = Path(options.local_logs) if options.local_logs else scratch.root.parent
         logs = LogFiles(spare / f"{place}-logs", options.log_dir, always=bool(options.local_logs))
         gpus = NodeGpus(self.inventory.gpus, os.environ.get(VISIBLE), options.gpu)
-        self.surroundings = NodeSurroundings(logs, scratch, gpus)
+        self.surroundings = NodeSurroundings(logs, scratch, gpus, interface=interface_of(options.address))
         self.hub = HubProcess(options, logs, self.supervisor)
         self.pipe = -1
         """Where signals arrive, once `start` has returned."""

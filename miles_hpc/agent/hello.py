@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 
 import miles_hpc
 from miles_hpc.agent import procfs
+from miles_hpc.agent.interfaces import interface_of
 from miles_hpc.agent.inventory import Inventory
 from miles_hpc.agent.options import Options
 from miles_hpc.wire.messages import AgentHello, WorkerState
@@ -33,4 +35,7 @@ def hello(
         wall_s=time.time(),
         differs=differs,
         peer_port=peer_port,
+        interface=interface_of(options.address),
+        python=sys.version.partition(" ")[0],
+        kernel=os.uname().release,
     )

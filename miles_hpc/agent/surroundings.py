@@ -13,6 +13,7 @@ from miles_hpc.agent import cgroups, procfs
 from miles_hpc.agent.cgroups import WorkerGroups
 from miles_hpc.agent.environs import EnvironFiles
 from miles_hpc.agent.gpus import NodeGpus
+from miles_hpc.agent.interfaces import collective_variables
 from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.scratch import Scratch
 from miles_hpc.wire import progress
@@ -38,7 +39,11 @@ class Surroundings(msgspec.Struct):
 
 
 class NodeSurroundings:
-    """Makes those of all workers of a node, and takes them away again."""
+    """Makes those of all workers of a node, and takes them away again.
+
+    Args:
+        interface: the network that collectives use.
+    """
 
     def __init__(
         self,
@@ -47,12 +52,14 @@ class NodeSurroundings:
         gpus: NodeGpus | None = None,
         groups: WorkerGroups | None = None,
         environ: Mapping[str, str] = os.environ,
+        interface: str = "",
     ) -> None:
         self.gpus = gpus or NodeGpus([])
         self.scratch = scratch
         self.groups = groups or WorkerGroups(scratch.name)
         self.logs = logs
-        self._environ = environ
+        # Of a user's own choice, in this environment or the run file's, nothing is changed.
+        self._environ = {**collective_variables(interface), **environ}
         self._environ_files = EnvironFiles()
         self._own_kills, self._machine_kills = cgroups.Kills(), cgroups.Kills()
 

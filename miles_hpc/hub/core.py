@@ -98,6 +98,9 @@ class Node(msgspec.Struct):
     down: bool = False
     """Whoever lends the nodes is certain that this one does not run."""
     peer_port: int = 0
+    interface: str = ""
+    versions: tuple[str, str, str] = ("", "", "")
+    """Of this package, Python and the kernel."""
     deaths: list[tuple[float, str]] = msgspec.field(default_factory=list)
     """When which cell lost a worker here, inside the heal window; a lost node is not among them. (An empty deque would
     be a third of a node.)"""

@@ -42,6 +42,8 @@ def _node(core: Core, node: Node) -> dict[str, Any]:
         "condition": node.condition,
         "left": node.left,
         "silent_s": round(core.now - node.last_heard, 3),
+        "interface": node.interface,
+        "versions": dict(zip(("miles_hpc", "python", "kernel"), node.versions, strict=True)),
         "cpus": node.cpus,
         "gpus": [gpu.uuid for gpu in node.gpus],
         "gpu_holders": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from sys import intern
 
 from miles_hpc.hub import elastic, lifecycle, recovery, standing
 from miles_hpc.hub.actions import EXIT_CODES
@@ -34,6 +35,9 @@ def on_hello(core: Core, peer: bytes, hello: AgentHello) -> None:
         gpus=tuple(hello.gpus),
         last_heard=core.now,
         peer_port=hello.peer_port,
+        # Thousands of nodes say the same.
+        interface=intern(hello.interface),
+        versions=(intern(hello.package_version), intern(hello.python), intern(hello.kernel)),
     )
     same = before is not None and before.incarnation == hello.incarnation
     if before is not None:

@@ -101,6 +101,10 @@ class AgentHello(Message, frozen=True):
     """Where this agent answers other agents; 0: it takes no part in a failover."""
     differs: list[str] = []
     """How this node differs from what the scheduler has granted, for people."""
+    interface: str = ""
+    """Network interface of `address`."""
+    python: str = ""
+    kernel: str = ""
 
 
 class Heartbeat(Message, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -60,8 +61,9 @@ def test_of_a_gigabyte_of_log_head_and_tail_are_kept(hub, node):
 
 
 def test_the_environment_of_a_worker_lies_beside_its_log_without_secrets(hub, nodes):
-    nodes.start(env={"MY_API_KEY": "hunter2", "MY_SETTING": "seen"})
-    hub.join()
+    nodes.start(env={"MY_API_KEY": "hunter2", "MY_SETTING": "seen", "NCCL_SOCKET_IFNAME": "hsn"})
+    hello = hub.join()
+    assert (hello.interface, hello.python, hello.kernel) == ("lo", platform.python_version(), platform.release())
     program = "import os; print({name: value for name, value in os.environ.items()})"
     hub.start(WORKER, program)
     log = Path(hub.exited(WORKER).log_path)
@@ -70,6 +72,7 @@ def test_the_environment_of_a_worker_lies_beside_its_log_without_secrets(hub, no
     assert kept.stat().st_mode & 0o777 == 0o600
     shown, effective = json.loads(kept.read_text()), ast.literal_eval(log.read_text())
     assert (shown["MY_SETTING"], shown["MY_API_KEY"], effective["MY_API_KEY"]) == ("seen", "***", "hunter2")
+    assert (shown["GLOO_SOCKET_IFNAME"], shown["NCCL_SOCKET_IFNAME"]) == ("lo", "hsn")
     # The marks are the supervisor's; Python itself may set LC_CTYPE.
     assert effective.keys() - shown.keys() <= {procfs.MARK, "SPT_NOENV", "LC_CTYPE"}
     assert not [line for path in log.parent.rglob("*.json*") if "hunter2" in (line := path.read_text())]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import signal
 import subprocess
 
 import psutil
 import pytest
+
+from miles_hpc import __version__
 
 from .conftest import COMMAND, running, until
 
@@ -58,6 +61,13 @@ def test_a_run_is_looked_at_by_directory_by_id_and_as_the_only_one(place):
         dump = asked(place, "dump")
         assert {"status", "counters", "threads", "clients", "nodes", "cells"} <= set(dump)
         assert "MainThread" in dump["threads"] and len(dump["nodes"]) == 2
+        for node in dump["nodes"]:
+            assert node["interface"] == "lo"
+            assert node["versions"] == {
+                "miles_hpc": __version__,
+                "python": platform.python_version(),
+                "kernel": platform.release(),
+            }
 
 
 def test_a_cell_is_stopped_started_and_restarted_while_everything_else_goes_on(place):
