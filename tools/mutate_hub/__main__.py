@@ -6,23 +6,22 @@ import argparse
 import ast
 import concurrent.futures
 import json
-import os
+import multiprocessing
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import tests_of_hub
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("state", "lifecycle", "membership", "healing", "leftovers", "recovery", "standing", "drain", "placement")
-SLOWEST = "test_any_order.py"
-"""Runs last: most flips are noticed before it."""
-TEST_LIMIT_S = 60
-"""For one test, as in tools/test: a flip that makes a test run for ever is noticed by that test."""
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(list(tests_of_hub.LOADED_BEFORE))
 PROFILE = """
 from hypothesis import Phase, settings
 
@@ -199,34 +198,42 @@ def keep_a_copy(base: Path) -> dict[str, str]:
     shutil.copytree(ROOT / "miles_hpc", base / "miles_hpc", ignore=left_out)
     shutil.copytree(ROOT / "tests" / "unit" / "hub", base / "tests", ignore=left_out)
     (base / "conftest.py").write_text(PROFILE)
-    return {module: (base / "miles_hpc" / "hub" / f"{module}.py").read_text() for module in MODULES}
+    sources = {module: (base / "miles_hpc" / "hub" / f"{module}.py").read_text() for module in MODULES}
+    for module, source in sources.items():
+        # Written anew, as those with a flip are.
+        (base / "miles_hpc" / "hub" / f"{module}.py").write_text(ast.unparse(ast.parse(source)))
+    return sources
 
 
-def outcome_of(base: Path, changed: dict[str, str], timeout_s: float) -> Outcome:
-    """Run all tests of a copy with these modules changed."""
+def outcome_of(base: Path, flip: Flip | None, timeout_s: float) -> Outcome:
+    """Run all tests, on a copy of the hub with this flip, or without any."""
     with tempfile.TemporaryDirectory(prefix="mutate-hub-") as place:
-        root = Path(place) / "copy"
-        shutil.copytree(base, root)
-        for module, source in changed.items():
-            (root / "miles_hpc" / "hub" / f"{module}.py").write_text(source)
-        files = sorted((root / "tests").glob("test_*.py"), key=lambda path: (path.name == SLOWEST, path.name))
-        argv = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
-        argv += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), "--timeout", str(TEST_LIMIT_S)]
-        argv += ["--hypothesis-profile", "notice", *map(str, files)]
-        env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(
-                argv, cwd=root, env=env, capture_output=True, timeout=timeout_s, check=False, text=True
-            )
-        except subprocess.TimeoutExpired:
+        hub = base / "miles_hpc" / "hub"
+        if flip is not None:
+            hub = Path(shutil.copytree(hub, Path(place) / "hub"))
+            for stale in (hub / "__pycache__").glob(f"{flip.module}.*"):
+                stale.unlink()
+            (hub / f"{flip.module}.py").write_text(flip.source)
+        said = Path(place) / "said"
+        tests = FORKS.Process(
+            target=tests_of_hub.run,
+            args=(base, hub, said, ROOT / "pyproject.toml"),
+            kwargs={"keep_bytecode": flip is None},
+        )
+        tests.start()
+        tests.join(timeout_s)
+        if tests.is_alive():
+            tests.kill()
+            tests.join()
             return Outcome("too slow", f"no test had failed after {timeout_s:g} s")
-        if done.returncode == 0:
+        text = said.read_text(errors="replace") if said.exists() else ""
+        if tests.exitcode == 0:
             return Outcome("SURVIVED")
-        said = re.findall(r"^(?:FAILED|ERROR) (?:\S*/)?(\S+)", done.stdout, re.MULTILINE)
-        if done.returncode == 1 and said:
-            return Outcome("noticed", said[0])
+        by = re.findall(r"^(?:FAILED|ERROR) (?:\S*/)?(\S+)", text, re.MULTILINE)
+        if tests.exitcode == 1 and by:
+            return Outcome("noticed", by[0])
         # A package that cannot be imported ends any run of any test, and says nothing about these.
-        return Outcome("unusable", f"pytest ended with code {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
+        return Outcome("unusable", f"pytest ended with code {tests.exitcode}: {text[-500:]}")
 
 
 def main() -> int:
@@ -246,8 +253,7 @@ def examine(base: Path, given: argparse.Namespace) -> int:
     """Try the flips and print what became of each. Returns the exit code."""
     started = time.monotonic()
     sources = keep_a_copy(base)
-    # Written anew, as those with a flip are.
-    unchanged = outcome_of(base, {m: ast.unparse(ast.parse(text)) for m, text in sources.items()}, given.timeout)
+    unchanged = outcome_of(base, None, given.timeout)
     if unchanged.word != "SURVIVED":
         print(f"the tests do not pass without any flip: {unchanged.word} {unchanged.by}", file=sys.stderr)
         return 2
@@ -256,7 +262,7 @@ def examine(base: Path, given: argparse.Namespace) -> int:
     print(f"{len(chosen)} of {sites} flips in {', '.join(MODULES)}; seed {given.seed}", flush=True)
     started, by_word = time.monotonic(), dict[str, list[Flip]]()
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        outcomes = pool.map(lambda one: outcome_of(base, {one.module: one.source}, given.timeout), chosen)
+        outcomes = pool.map(lambda one: outcome_of(base, one, given.timeout), chosen)
         for one, outcome in zip(chosen, outcomes, strict=True):
             by_word.setdefault(outcome.word, []).append(one)
             print(f"{outcome.word:9} {one.module}.py:{one.line}  {one.what}  {outcome.by}", flush=True)

@@ -232,6 +232,39 @@ def test_a_node_that_is_heard_again_is_not_down(fleet, pool):
     assert not f.core.nodes["node-00002"].down
 
 
+def test_nodes_that_the_site_does_not_name_and_those_that_are_heard_are_not_down(fleet, pool):
+    f = fleet(pool("driver", state="stateful", avoid_hub_node=True), nodes=3)
+    home = f.cell("driver-00000").workers[0].node
+    f.agents[int(home[-5:])].silent = True
+    f.pass_time(f.timing.dead + 2)
+    assert f.core.nodes[home].condition == "dead"
+    f.apply(SiteSeen(down_hosts=frozenset({"host0"})))
+    assert not any(node.down for node in f.core.nodes.values())
+    assert f.phases() == {"driver-00000": "stopping"}  # until its node is fenced
+
+
+def test_an_order_that_a_table_has_crossed_is_repeated_only_when_it_is_overdue(fleet, pool):
+    f = fleet(pool("engine", num_workers_per_cell=2))
+    f.agents[0].silent = True
+    f.die("engine-00000-00000", settle=False)
+    f.table(0)
+    assert len(f.orders(StopWorker)) == 1
+    f.now += f.timing.suspect + 0.5
+    f.table(0)
+    assert len(f.orders(StopWorker)) == 2
+
+
+def test_a_cell_is_ready_when_all_its_workers_are(fleet, pool):
+    f = fleet(pool("engine", num_workers_per_cell=2), join=False)
+    f.join(0)
+    cell = f.cell("engine-00000")
+    while not any(worker.ready for worker in cell.workers):
+        f.receive(*f.reports.pop(0))
+    assert f.phases() == {"engine-00000": "starting"}
+    f.settle()
+    assert f.phases() == {"engine-00000": "ready"}
+
+
 def test_an_agent_that_leaves_costs_its_cells_no_budget(fleet, pool):
     f = fleet(pool("engine", num_cells=2), nodes=2)
     f.agents[1].table.clear()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from miles_hpc.config.schema import HealConfig
 from miles_hpc.hub.placement import Fleet, NodeSlots, PlacementRefused
 from miles_hpc.specs.base import SchedulingSpec
 
@@ -59,6 +60,21 @@ def test_a_cell_over_several_nodes_takes_whole_neighbouring_ones():
     assert place("e", need, nodes) == [("n2", (0, 1)), ("n2", (2, 3)), ("n3", (0, 1)), ("n3", (2, 3))]
 
 
+def test_a_cell_that_fits_one_node_is_not_spread_over_smaller_ones():
+    need = SchedulingSpec(num_workers_per_cell=2, num_gpus_per_worker=2)
+    assert place("e", need, [node(0, 2), node(1, 2), node(2, 4)]) == [("n2", (0, 1)), ("n2", (2, 3))]
+
+
+def test_the_next_cell_of_a_size_follows_the_last_one():
+    need = SchedulingSpec(num_gpus_per_worker=1)
+    fleet = Fleet([node(0, 2, {}), node(1, 2), node(2, 2)], {})
+    places = []
+    for _ in range(4):
+        places += fleet.place("e", "p", need)
+        fleet.take("p", need, places[-1:])
+    assert places == [("n1", (0,)), ("n1", (1,)), ("n2", (0,)), ("n2", (1,))]
+
+
 def test_a_partial_tail_is_refused_with_the_numbers():
     need = SchedulingSpec(num_workers_per_cell=6, num_gpus_per_worker=1)
     with pytest.raises(PlacementRefused, match=r"needs 6 GPUs.*1 whole nodes of 4 GPUs and a tail of 2.*multiple of 4"):
@@ -69,6 +85,13 @@ def test_too_few_free_gpus_are_refused_with_what_is_free():
     need = SchedulingSpec(num_gpus_per_worker=3)
     with pytest.raises(PlacementRefused, match=r"cell e needs 3 GPUs \(1 workers x 3\).*n0 2 of 4"):
         place("e", need, [node(0, 4, {0, 1})])
+
+
+@pytest.mark.parametrize(("nodes", "says"), [(8, "n7 1 of 2"), (9, "n7 1 of 2 and 1 more nodes")])
+def test_a_refusal_lists_the_first_nodes_and_counts_the_others(nodes, says):
+    need = SchedulingSpec(num_gpus_per_worker=2)
+    with pytest.raises(PlacementRefused, match=f"{says}$"):
+        place("e", need, [node(index, 2, {0}) for index in range(nodes)])
 
 
 def test_the_last_place_is_kept_when_it_is_free():
@@ -87,6 +110,22 @@ def test_a_cell_that_can_never_fit_ends_the_run_with_the_numbers(fleet, pool):
     f = fleet(pool("engine", num_cells=3, num_gpus_per_worker=2), gpus=4)
     (verdict,) = f.verdicts
     assert "engine-00002 needs 2 GPUs" in verdict.reason and "node-00000 0 of 4" in verdict.reason
+
+
+def test_what_was_never_placed_waits_for_a_node_that_is_silent(fleet, pool):
+    heal = HealConfig(backoff_s=20.0, max_backoff_s=20.0)
+    f = fleet(pool("engine", num_cells=2, num_gpus_per_worker=1), nodes=2, gpus=1, join=False, heal=heal)
+    f.agents[1].reserve_error = "busy"
+    for index in range(2):
+        f.join(index)
+    f.settle()
+    f.agents[1].silent = True
+    f.pass_time(21.0)
+    assert f.cell("engine-00001").unplaced_since is not None and not f.core.nodes["node-00001"].strays
+    assert f.phases() == {"engine-00000": "ready", "engine-00001": "waiting"} and not f.verdicts
+    f.pass_time(f.timing.join + 1)
+    (verdict,) = f.verdicts
+    assert verdict.outcome == "failed" and "nothing became free within 60 s (timing.join)" in verdict.reason
 
 
 def test_a_worker_gets_the_uuids_and_indices_of_its_slots(fleet, pool):
