@@ -24,18 +24,24 @@ help_if_asked() {
     done
 }
 
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
+
 find_python() {
-    local candidate
-    for candidate in "${PYTHON:-python3}" python3.12 python3.11 python3.10; do
-        command -v "$candidate" >/dev/null 2>&1 || continue
-        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo "$candidate"; return; }
+    local candidate seen
+    if [ -n "${PYTHON:-}" ]; then
+        new_enough "$PYTHON" && { echo "$PYTHON"; return; }
+        die "PYTHON=$PYTHON is not Python 3.10 or newer: $("$PYTHON" --version 2>&1 | tail -n 1)"
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        new_enough "$candidate" && { echo "$candidate"; return; }
     done
-    die "Python 3.10 or newer was not found: install it, or name it with PYTHON=/path/to/python3"
+    seen=$(python3 --version 2>/dev/null) || seen="not there"
+    die "Python 3.10 or newer was not found (python3 is $seen): install it, or name it with PYTHON=/path/to/python3"
 }
 
 use_venv() {
     local extra=$1 want have stamp=.venv/.installed-$1
-    if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
+    if [ ! -x .venv/bin/python ] || ! new_enough .venv/bin/python; then
         local python
         python=$(find_python)
         say "making .venv with $("$python" --version)"
@@ -46,6 +52,8 @@ use_venv() {
     have=$(cat "$stamp" 2>/dev/null || true)
     if [ "$want" != "$have" ]; then
         say "installing miles-hpc[$extra] into .venv"
+        # An older pip, as the first releases of Python 3.10 bring, cannot install in place from a pyproject.toml.
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=21.3'
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt -e ".[$extra]"
         printf '%s' "$want" >"$stamp"
     fi
