@@ -63,7 +63,10 @@ class NetworkConfig(_Section, frozen=True):
     ] = ""
     subnet: Annotated[str, _d("CIDR that the chosen address must lie in; empty: any.")] = ""
     port_range: Annotated[
-        tuple[int, int] | None, _d("First and last dynamic port; unset: 20000 up to the kernel's ephemeral range.")
+        tuple[int, int] | None,
+        _d(
+            "First and last dynamic port of workers and hub; unset: from 20000 up to the kernel's ephemeral range, the hub any."
+        ),
     ] = None
 
 

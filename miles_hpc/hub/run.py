@@ -23,6 +23,7 @@ from miles_hpc.hub.core import RunInfo
 from miles_hpc.hub.eventlog import EventLog
 from miles_hpc.hub.http import HubHttp
 from miles_hpc.hub.limits import descriptors_needed, raise_nofile
+from miles_hpc.hub.ports import HubPorts
 from miles_hpc.hub.server import HubServer
 from miles_hpc.hub.site import Site
 from miles_hpc.hub.state import HubState
@@ -127,6 +128,7 @@ def _serve(
     nodes = config.slurm.nodes if arguments.slurm else config.cluster.local_nodes
     workers = sum(spec.scheduling.num_cells * spec.scheduling.num_workers_per_cell for spec in specs)
     raise_nofile(descriptors_needed(nodes, workers), f"the hub of {nodes} nodes and {workers} workers")
+    ports = HubPorts(address, config.network.port_range)
     with (
         HubSockets(
             HostAndPort(address, 0),
@@ -134,8 +136,11 @@ def _serve(
             keys=keys,
             roles=role_keys(run_dir, attempt),
             also=arguments.also,
+            place=ports.listen,
         ) as socket,
-        HubHttp(HostAndPort(address, 0), load_http_key(run_dir, attempt), log.recent) as http,
+        ports.listen(
+            lambda port: HubHttp(HostAndPort(address, port), load_http_key(run_dir, attempt), log.recent)
+        ) as http,
     ):
         info = RunInfo(
             run_id=run_id,

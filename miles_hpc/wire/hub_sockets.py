@@ -6,7 +6,7 @@ has a socket, queues and a share of each turn of its own, so that a heartbeat ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
@@ -26,11 +26,16 @@ class BulkPeer(bytes):
     """A peer of the bulk socket; on the control socket the same bytes would be another one."""
 
 
+Place = Callable[[Callable[[int], HubSocket]], HubSocket]
+"""Binds a socket: calls what it is given with a port, with another one where that is taken, and returns the socket."""
+
+
 class HubSockets:
     """Both as one: what is received says by its peer where the answer goes.
 
     Args:
         listen: where to bind both; port 0 picks a free one for each.
+        place: chooses the port of each, in place of `listen`.
         also: more addresses of this machine, for both.
         keys: this epoch's server key pair.
         roles: client public key -> role; operators are admitted to the bulk socket only, all others to control only.
@@ -48,15 +53,20 @@ class HubSockets:
         roles: Mapping[bytes, str],
         also: Sequence[str] = (),
         context: Context | None = None,
+        place: Place | None = None,
     ) -> None:
         context = context or zmq.Context.instance()
         copy_what_comes(context)  # the hub has a connection to every agent
         operators = {key: role for key, role in roles.items() if role == "operator"}
         others = {key: role for key, role in roles.items() if role != "operator"}
-        self._control = HubSocket(listen, run_id=run_id, keys=keys, roles=others, also=also, context=context)
-        try:
-            self._bulk = HubSocket(
-                HostAndPort(listen.host, 0),
+
+        def control(port: int) -> HubSocket:
+            at = HostAndPort(listen.host, port)
+            return HubSocket(at, run_id=run_id, keys=keys, roles=others, also=also, context=context)
+
+        def bulk(port: int) -> HubSocket:
+            return HubSocket(
+                HostAndPort(listen.host, port),
                 run_id=run_id,
                 keys=keys,
                 roles=operators,
@@ -65,6 +75,10 @@ class HubSockets:
                 queue_limit=BULK_QUEUE_LIMIT,
                 bulk=True,
             )
+
+        self._control = control(listen.port) if place is None else place(control)
+        try:
+            self._bulk = bulk(0) if place is None else place(bulk)
         except BaseException:
             self._control.close()
             raise

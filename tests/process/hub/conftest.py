@@ -15,6 +15,7 @@ import zmq
 
 import miles_hpc
 from miles_hpc.config.load import write_resolved
+from miles_hpc.config.node import NetworkConfig
 from miles_hpc.config.schema import ClusterConfig, Config
 from miles_hpc.config.timing import Timing
 from miles_hpc.wire.ids import Generation
@@ -129,10 +130,18 @@ class HubUnderTest:
     """The hub's process in a run directory of its own."""
 
     def __init__(
-        self, run_dir: Path, nodes: int, parent: list[str] | None = None, timing: Timing | None = None
+        self,
+        run_dir: Path,
+        nodes: int,
+        parent: list[str] | None = None,
+        timing: Timing | None = None,
+        network: NetworkConfig | None = None,
     ) -> None:
         self.run_dir = run_dir
-        write_resolved(Config(cluster=ClusterConfig(local_nodes=nodes), timing=timing or Timing()), run_dir)
+        config = Config(
+            cluster=ClusterConfig(local_nodes=nodes), timing=timing or Timing(), network=network or NetworkConfig()
+        )
+        write_resolved(config, run_dir)
         create_secrets(run_dir, 0)
         argv = [sys.executable, "-m", "miles_hpc.hub.run", "--run-dir", str(run_dir), "--attempt", "0"]
         argv += ["--address", "127.0.0.1"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from miles_hpc.config.load import write_resolved
+from miles_hpc.config.node import NetworkConfig
 from miles_hpc.config.schema import ClusterConfig, Config
+from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.messages import Done, FinishRun, PoolAddrs, Shutdown
 from miles_hpc.wire.operator import OperatorClient
 from miles_hpc.wire.security import create_secrets
@@ -22,24 +26,56 @@ from .test_hub_process import started
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
-def hub_alone(run_dir, nodes=1, address="127.0.0.1", limits=None):
+def hub_alone(run_dir, nodes=1, address="127.0.0.1", limits=None, network=None):
     """Run a hub that is expected to end by itself; returns its exit code and its log."""
     run_dir.mkdir()
-    write_resolved(Config(cluster=ClusterConfig(local_nodes=nodes)), run_dir)
+    write_resolved(Config(cluster=ClusterConfig(local_nodes=nodes), network=network or NetworkConfig()), run_dir)
     create_secrets(run_dir, 0)
     argv = [sys.executable, "-m", "miles_hpc.hub.run", "--run-dir", str(run_dir), "--attempt", "0"]
     lower = None if limits is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     done = subprocess.run(
         [*argv, "--address", address], preexec_fn=lower, capture_output=True, text=True, timeout=60, check=False
     )
-    lines = (run_dir / "logs" / "attempt-0" / "hub.jsonl").read_text().splitlines()
-    return done.returncode, [json.loads(line) for line in lines]
+    return done.returncode, [json.loads(line) for line in read_events(run_dir)]
+
+
+def read_events(run_dir):
+    return (run_dir / "logs" / "attempt-0" / "hub.jsonl").read_text().splitlines()
 
 
 def test_an_address_that_is_not_this_machine_s_is_named(tmp_path):
     code, events = hub_alone(tmp_path / "run", address="192.0.2.77")
     assert code == 1
     assert events[-1]["event"] == "hub_failed" and "cannot listen on 192.0.2.77" in events[-1]["reason"]
+    assert not (tmp_path / "run" / "rendezvous" / "0" / "epoch-00001.json").exists()
+
+
+@pytest.fixture
+def busy_ports():
+    """Two ports in a row that somebody listens on, at the end of a range whose other ports are below them."""
+    for first in range(20500, 32000, 7):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in (first, first + 1):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            yield first, first + 1
+            return
+
+
+def test_a_hub_listens_in_the_range_of_the_run_and_leaves_out_a_port_that_is_taken(busy_ports, start_hub):
+    taken, last = busy_ports
+    low = taken - 100
+    hub = start_hub(network=NetworkConfig(port_range=(low, last)))
+    http = json.loads(read_events(hub.run_dir)[0])["http"]
+    ports = {hub.rendezvous.port, hub.rendezvous.bulk_port, HostAndPort.parse(http).port}
+    assert len(ports) == 3 and all(low <= port < taken for port in ports)
+
+
+def test_a_range_without_a_free_port_is_named_in_one_line(busy_ports, tmp_path):
+    code, events = hub_alone(tmp_path / "run", network=NetworkConfig(port_range=busy_ports))
+    assert code == 1 and events[-1]["event"] == "hub_failed"
+    first, last = busy_ports
+    wanted = f"no free port for the hub in network.port_range = [{first}, {last}] on 127.0.0.1: widen the range"
+    assert wanted in events[-1]["reason"]
     assert not (tmp_path / "run" / "rendezvous" / "0" / "epoch-00001.json").exists()
 
 
