@@ -8,7 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 
 import pytest
 
@@ -132,11 +132,11 @@ def test_a_file_system_that_stands_still_holds_up_no_heal(frozen_disk, start_hub
     frozen_disk.freeze(25)
     healed(hub, agent, driver, "engine-policy-0-00001-00000")
     healed(hub, agent, driver, "engine-policy-0-00000-00000")
-    with OperatorClient(hub.run_dir, timeout_s=20.0) as operator, ThreadPoolExecutor(1) as thread:
+    with OperatorClient(hub.run_dir, timeout_s=20.0) as operator, futures.ThreadPoolExecutor(1) as thread:
         generation = agent.running["session-server-00000-00000"].generation
         answer = thread.submit(operator.stop_cell, "session-server-00000", generation)
         hub.pump(lambda: "session-server-00000-00000" not in agent.running, "the order to be carried out")
-        with pytest.raises(TimeoutError):
+        with pytest.raises(futures.TimeoutError):
             answer.result(0.5)
         frozen_disk.thaw()
         answer.result(20)
