@@ -65,7 +65,8 @@ class NetworkConfig(_Section, frozen=True):
     port_range: Annotated[
         tuple[int, int] | None,
         _d(
-            "First and last dynamic port of workers and hub; unset: from 20000 up to the kernel's ephemeral range, the hub any."
+            "First and last dynamic port of workers and hub; unset: 20000 up to the kernel's ephemeral range, for "
+            "the hub any."
         ),
     ] = None
 

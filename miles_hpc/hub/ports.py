@@ -12,8 +12,8 @@ T = TypeVar("T")
 class HubPorts:
     """Finds ports of the range by listening on them: nobody can take one between a look and its use.
 
-    From the end of the range down, since workers search upwards; and with the locks of this machine's agents, which give
-    no worker a port that a hub has.
+    From the end of the range down, since workers search upwards; and with the locks of this machine's agents, which
+    give no worker a port that a hub has.
 
     Args:
         address: for the error text.

@@ -1,9 +1,13 @@
-"""Where the hub is: one complete file per epoch, published by link(2), so that an epoch has one winner."""
+"""Where the hub is: one complete file per epoch, published by link(2), so that an epoch has one winner.
+
+Only the run's user reads and writes it (mode 0600): who could change it would choose where agents connect.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 import threading
 import time
 from pathlib import Path
@@ -13,13 +17,14 @@ import msgspec
 from miles_hpc.wire.address import HostAndPort
 
 _NAME = re.compile(r"epoch-(\d{5})\.json")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 _PROGRESS_EVERY_S = 10.0
 
 
 class RendezvousError(Exception):
-    """A rendezvous file is of another run or attempt, or does not parse."""
+    """A rendezvous file is of another run or attempt, does not parse, or its permission bits are wrong."""
 
 
 class EpochTaken(RendezvousError):
@@ -97,13 +102,18 @@ def publish(run_dir: Path, rendezvous: Rendezvous) -> Path:
     """
     directory = rendezvous_dir(run_dir, rendezvous.attempt)
     directory.mkdir(parents=True, exist_ok=True)
+    for path in (directory.parent, directory):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & _OTHERS_WRITE:  # by a generous umask
+            path.chmod(mode & ~_OTHERS_WRITE)
     taken = epochs(run_dir, rendezvous.attempt)
     if taken and taken[-1] >= rendezvous.epoch:
         raise EpochTaken(f"epoch {taken[-1]} of attempt {rendezvous.attempt} is published in {directory}")
     target = directory / f"epoch-{rendezvous.epoch:05d}.json"
     draft = directory / f".draft-{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        with draft.open("xb") as file:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(rendezvous), indent=2) + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -122,12 +132,22 @@ def read(run_dir: Path, attempt: int, epoch: int, run_id: str | None = None) -> 
     """Read one epoch's file.
 
     Raises:
-        RendezvousError: when it does not parse, or names another run, attempt or epoch.
+        RendezvousError: when it does not parse, names another run, attempt or epoch, others may change it, or it is not
+            this user's to read.
         FileNotFoundError: when there is none.
     """
     path = rendezvous_dir(run_dir, attempt) / f"epoch-{epoch:05d}.json"
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Rendezvous)
+        with path.open("rb") as file:
+            status, content = os.fstat(file.fileno()), file.read()
+    except PermissionError as failure:
+        raise RendezvousError(f"{path} cannot be read: only the user who started the run can ask its hub") from failure
+    if (mode := stat.S_IMODE(status.st_mode)) & _OTHERS_WRITE:
+        raise RendezvousError(
+            f"{path} has mode {mode:04o}: others may change where this run's programs connect; chmod it to 0600"
+        )
+    try:
+        found = msgspec.json.decode(content, type=Rendezvous)
     except msgspec.MsgspecError as failure:
         raise RendezvousError(f"{path} is no rendezvous file: {failure}") from failure
     wanted = (run_id if run_id is not None else found.run_id, attempt, epoch)

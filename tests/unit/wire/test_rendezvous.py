@@ -1,3 +1,4 @@
+import os
 import threading
 import time
 
@@ -101,6 +102,25 @@ def test_a_file_without_addresses_is_refused(tmp_path):
     path = publish(tmp_path, a_hub())
     path.write_text(path.read_text().replace('"10.0.0.1",', "").replace('"::1"', ""))
     with pytest.raises(RendezvousError, match="must not be empty"):
+        read(tmp_path, 1, 1)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_only_its_user_reads_the_file_and_nobody_else_writes_beside_it(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        path = publish(tmp_path, a_hub())
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o022 == path.parent.parent.stat().st_mode & 0o022 == 0
+    assert read(tmp_path, 1, 1) == a_hub()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_change_is_refused(tmp_path, mode):
+    publish(tmp_path, a_hub()).chmod(mode)
+    with pytest.raises(RendezvousError, match=rf"has mode 0{mode:o}: others may change where .* chmod it to 0600"):
         read(tmp_path, 1, 1)
 
 
