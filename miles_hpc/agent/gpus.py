@@ -161,6 +161,42 @@ class GpuLooks:
         return dict.fromkeys(self._asked, "") if done.value is None else done.value
 
 
+class ReleasedGpus:
+    """GPUs whose worker has stopped, until they are seen to be fresh. Without I/O.
+
+    Args:
+        patience_s: how long a driver may take to give memory back.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._released: dict[str, tuple[str, float]] = {}
+
+    def add(self, worker: str, uuids: Sequence[str], now: float) -> None:
+        """A worker has stopped."""
+        self._released |= dict.fromkeys(uuids, (worker, now + self._patience_s))
+
+    def remove(self, uuids: Sequence[str]) -> None:
+        """Another worker is to start on them, which looks at them itself."""
+        for uuid in uuids:
+            self._released.pop(uuid, None)
+
+    def uuids(self) -> list[str]:
+        """Those to look at."""
+        return list(self._released)
+
+    def on_look(self, held: Mapping[str, str], now: float) -> list[tuple[str, str]]:
+        """Take a look's result. Returns (worker that has stopped, who holds its GPU), once for each GPU."""
+        kept = []
+        for uuid, (worker, until) in list(self._released.items()):
+            who = held.get(uuid)
+            if who == "" or (who and now >= until):
+                del self._released[uuid]
+            if who and now >= until:
+                kept.append((worker, who))
+        return kept
+
+
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
     """NVML's binding, initialised; None without the binding or a driver."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from miles_hpc.agent.farewell import FAREWELL_S, Farewell
-from miles_hpc.agent.gpus import GpuError, GpuLooks
+from miles_hpc.agent.gpus import GpuError, GpuLooks, ReleasedGpus
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.ports import PortError, Ports, describe_holder, is_served_by
 from miles_hpc.agent.probes import Finding
@@ -68,6 +68,7 @@ class WorkerTable:
         self._clock = clock
         self._gpu_looks = GpuLooks(surroundings.gpus)
         self._gpu_look_at = math.inf
+        self._released = ReleasedGpus(surroundings.gpus.config.wait_s)
         self._rows: dict[str, Row] = {}
 
     def rows(self) -> list[WorkerState]:
@@ -130,6 +131,7 @@ class WorkerTable:
         else:
             row.order, row.patience = order, self._clock() + self._surroundings.gpus.config.wait_s
             if order.gpu_uuids:
+                self._released.remove(order.gpu_uuids)
                 self._gpu_look_at = self._clock()
             else:
                 self._start_when_fresh(row, order, "")
@@ -176,12 +178,14 @@ class WorkerTable:
                 self._start_when_fresh(row, row.order, "; ".join(filter(None, (held[gpu] for gpu in row.gpu_uuids))))
             elif self._clock() >= row.patience + NVML_PATIENCE_S:
                 self._start_when_fresh(row, row.order, f"NVML has not answered for {NVML_PATIENCE_S:g} s")
-        waiting = self._awaiting_gpus()
-        if held is not None and waiting:
+        for worker, who in self._released.on_look(held or {}, self._clock()):
+            self._log.write("gpus_not_released", "warning", worker=worker, held=who)
+        waiting, released = self._awaiting_gpus(), self._released.uuids()
+        if held is not None and (waiting or released):
             new = any(gpu not in held for row in waiting for gpu in row.gpu_uuids)
             self._gpu_look_at = min(self._gpu_look_at, self._clock() + (0.0 if new else GPU_LOOK_S))
         if self._clock() >= self._gpu_look_at:
-            wanted = list(dict.fromkeys(gpu for row in waiting for gpu in row.gpu_uuids))
+            wanted = list(dict.fromkeys([*(gpu for row in waiting for gpu in row.gpu_uuids), *released]))
             # A look that is under way tells by its descriptor when it ends; then comes the next one.
             self._gpu_look_at = math.inf
             if wanted:
@@ -371,6 +375,10 @@ class WorkerTable:
             report = msgspec.structs.replace(report, text=text)
         self._forget(row)
         self._send(report)
+        if row.gpu_uuids:
+            # Memory that stays held is said now, not when the next worker waits for it.
+            self._released.add(row.worker, row.gpu_uuids, self._clock())
+            self._gpu_look_at = min(self._gpu_look_at, self._clock())
         self._log.write(
             "worker_exited",
             "info" if report.cause == "stopped" else "warning",

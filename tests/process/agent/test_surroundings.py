@@ -247,6 +247,20 @@ def test_who_holds_a_gpu_for_good_is_named(hub, nodes, nvml, foreign):
         assert "gpus_held" in _agent_log(hub.run_dir)
 
 
+def test_a_gpu_that_stays_held_when_its_worker_has_stopped_is_said_at_once_with_the_holder(hub, nodes, nvml):
+    write_resolved(Config(gpu=GpuConfig(wait_s=0.5)), hub.run_dir)
+    nodes.start(env=nvml.env)
+    hub.join()
+    hub.start(WORKER, IDLE, gpu_uuids=["GPU-0000"])
+    nvml.change(0, free=50, pids=[os.getpid()])
+    hub.stop(WORKER)
+    hub.exited(WORKER)
+    assert eventually(lambda: "gpus_not_released" in _agent_log(hub.run_dir))
+    said = [line for line in map(json.loads, _agent_log(hub.run_dir).splitlines()) if line["event"].startswith("gpus")]
+    assert [line["worker"] for line in said] == [WORKER]
+    assert f"pid {os.getpid()}" in said[0]["held"] and "50 of 100 MiB" in said[0]["held"]
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_mig_is_refused_in_one_line_where_gpus_are_wanted(hub, nodes, nvml, wanted):
     write_resolved(Config(inference=WANTS_GPUS if wanted else InferenceConfig()), hub.run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import select
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from miles_hpc.agent.cgroups import WorkerGroups
-from miles_hpc.agent.gpus import NodeGpus
+from miles_hpc.agent.gpus import NodeGpus, ReleasedGpus
 from miles_hpc.agent.log import JsonLog
 from miles_hpc.agent.log_files import LogFiles
 from miles_hpc.agent.ports import PortLocks, Ports
@@ -418,6 +419,43 @@ def test_a_driver_that_hangs_holds_nobody_up_and_is_given_up_by_name(node, monke
     go.set()
     assert sent[0].cause == "spawn_failed" and "NVML has not answered" in sent[0].text
     assert node.table.rows()[0].worker == "pool-00001-00000"
+
+
+def looks(node, until):
+    """The looks at GPUs that come one after the other."""
+    deadline = time.monotonic() + 20
+    while not until():
+        assert time.monotonic() < deadline
+        node.table.advance()
+        select.select(node.table.pollable(), [], [], 0.01)
+
+
+def test_a_gpu_that_is_not_given_back_after_a_stop_is_said_with_its_holder_and_once(node, monkeypatch):
+    monkeypatch.setattr("miles_hpc.agent.table.GPU_LOOK_S", 0.01)
+    gpus = node.table._surroundings.gpus
+    asked = []
+    monkeypatch.setattr(gpus, "held", lambda uuids: asked.append(list(uuids)) or {"GPU-a": "", "GPU-b": holder[0]})
+    node.table._released = ReleasedGpus(0.05)
+    holder = [""]
+    node.start(gpu_uuids=["GPU-a", "GPU-b"])
+    holder[0] = "held by pid 7 left over"
+    del asked[:]
+    node.end()
+    looks(node, lambda: not node.table._released.uuids())
+    assert asked[0] == ["GPU-a", "GPU-b"] and {tuple(uuids) for uuids in asked[1:]} == {("GPU-b",)}
+    node.log.close()
+    lines = [json.loads(text) for text in node.log.path.read_text().splitlines()]
+    said = [(line["worker"], line["held"]) for line in lines if line["event"] == "gpus_not_released"]
+    assert said == [(W, "held by pid 7 left over")]
+
+
+def test_a_replacement_on_gpus_that_were_just_given_back_starts_at_once(node, monkeypatch):
+    gpus = node.table._surroundings.gpus
+    monkeypatch.setattr(gpus, "held", lambda uuids: dict.fromkeys(uuids, ""))
+    node.start(gpu_uuids=["GPU-a"])
+    node.end()
+    node.start(n=2, gpu_uuids=["GPU-a"])
+    assert len(node.supervisor.spawned) == 2 and node.table._released.uuids() == []
 
 
 def test_a_gpu_of_another_node_is_refused_by_name(node):
