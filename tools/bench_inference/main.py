@@ -13,12 +13,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import generate
 import healing
 import health
+import stream
 import window
 
 PARTS = {
     "healing": lambda run_dir, options: healing.measure(run_dir),
     "window": lambda run_dir, options: asyncio.run(window.measure(run_dir)),
     "generate": lambda run_dir, options: asyncio.run(generate.measure(run_dir)),
+    "stream": lambda run_dir, options: asyncio.run(stream.measure(run_dir)),
     "health": lambda run_dir, options: asyncio.run(health.measure(run_dir, sglang=options.sglang)),
 }
 ROWS = (
@@ -31,6 +33,7 @@ ROWS = (
     ("client_ratio", f"throughput of a bare client, {generate.IN_FLIGHT} at once", "", ">=", 0.9),
     ("bare_cpu_us", "CPU of the bare client, a request", "us", "", None),
     ("client_cpu_us", "CPU of the generate client, a request", "us", "", None),
+    *stream.ROWS,
     ("health_share", "health traffic, of an idle engine's core", "", "<=", 0.01),
     ("sglang_engine_idle_share", "what an idle SGLang uses of a core by itself", "", "", None),
     ("sglang_health_share", "health traffic, of an idle SGLang's core", "", "<=", 0.01),
