@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_hpc.agent import procfs
 from miles_hpc.agent.lease import lease_path
-from miles_hpc.launch.attempts import Attempt, AttemptError, is_live, read_attempts
+from miles_hpc.launch.attempts import Attempt, AttemptError, gone_from_here, is_live, read_attempts
 from miles_hpc.launch.job_states import Life
 from miles_hpc.launch.slurm_commands import JobRow, SlurmError, squeue
 from miles_hpc.postmortem.reading import read_json
@@ -73,22 +71,6 @@ def newest_readable(run_dir: Path) -> Attempt | None:
 def verdict_of(run_dir: Path, attempt: int) -> dict[str, Any]:
     """An attempt's verdict; empty while there is none."""
     return read_json(run_dir / "verdicts" / f"attempt-{attempt}.json")
-
-
-def is_here(claim: Attempt) -> bool:
-    """Whether an attempt was claimed on this machine, since it was started: only then its process can be asked for."""
-    return claim.host == socket.gethostname() and claim.boot in ("", procfs.boot_id())
-
-
-def gone_from_here(run_dir: Path, claim: Attempt) -> str:
-    """Why a run of this machine cannot live any more; "" where that is not known. Jobs outlive who claimed them."""
-    if claim.job_id or not is_here(claim) or is_live(claim):
-        return ""
-    # Without its command a run ends within seconds, and its hub may still write a verdict.
-    prefix = f"{claim.run_id}/{claim.number}/"
-    if procfs.marked(procfs.snapshot(), prefix, str(run_dir.resolve()), skip=[os.getpid()]):
-        return ""
-    return f"the command that started it (pid {claim.pid}) and all its processes are gone"
 
 
 class Watch:

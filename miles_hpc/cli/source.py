@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from miles_hpc.cli.exits import FAILED, FINISHED, one_line
-from miles_hpc.cli.signs import Sign, Watch, going_on, gone_from_here, verdict_of
+from miles_hpc.cli.signs import Sign, Watch, going_on, verdict_of
 from miles_hpc.config.errors import ConfigError
-from miles_hpc.launch.attempts import Attempt, read_attempts, registered_runs
+from miles_hpc.launch.attempts import Attempt, gone_from_here, read_attempts, registered_runs
 from miles_hpc.launch.job_states import Life
 from miles_hpc.postmortem.reading import read_json
 

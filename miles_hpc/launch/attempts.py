@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from miles_hpc.agent.procfs import boot_id, start_time
+from miles_hpc.agent.procfs import boot_id, marked, snapshot, start_time
 
 _NAME = re.compile(r"(\d+)\.json")
 _HUB_PATIENCE_S = 3.0
@@ -85,6 +85,22 @@ def is_live(attempt: Attempt) -> bool:
     if attempt.host != socket.gethostname() or (attempt.boot and attempt.boot != boot_id()):
         return False
     return start_time(attempt.pid) == attempt.pid_start
+
+
+def is_here(claim: Attempt) -> bool:
+    """Whether an attempt was claimed on this machine, since it was started: only then its process can be asked for."""
+    return claim.host == socket.gethostname() and claim.boot in ("", boot_id())
+
+
+def gone_from_here(run_dir: Path, claim: Attempt) -> str:
+    """Why a run of this machine cannot live any more; "" where that is not known. Jobs outlive who claimed them."""
+    if claim.job_id or not is_here(claim) or is_live(claim):
+        return ""
+    # Without its command a run ends within seconds, and its hub may still write a verdict.
+    prefix = f"{claim.run_id}/{claim.number}/"
+    if marked(snapshot(), prefix, str(run_dir.resolve()), skip=[os.getpid()]):
+        return ""
+    return f"the command that started it (pid {claim.pid}) and all its processes are gone"
 
 
 def who_runs(run_dir: Path, attempt: Attempt, environ: Mapping[str, str] = os.environ) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from miles_hpc.hub.verdict import verdict_path
 from miles_hpc.launch import slurm_commands
 from miles_hpc.launch.allocation import JobKey
-from miles_hpc.launch.attempts import Attempt, is_live, read_attempts
+from miles_hpc.launch.attempts import Attempt, gone_from_here, is_live, read_attempts
 from miles_hpc.launch.job_files import exit_code_path, requeue_path
 from miles_hpc.launch.job_states import Life
 from miles_hpc.launch.slurm_commands import JobRow, SlurmError
@@ -134,8 +134,15 @@ class Run:
         newest, job_id = self._newest(), self.job_id
         waiting = newest is None or newest.job_id != job_id
         verdict = None if newest is None or waiting else self._verdict(newest.number)
+        gone = ""
+        if newest is not None and not waiting and verdict is None:
+            gone = gone_from_here(self.run_dir, newest)
+            # Once more: what was seen to be gone may have written it just before.
+            verdict = self._verdict(newest.number) if gone else None
         if newest is not None and verdict is not None and not self._goes_on(newest, verdict):
             return Standing(State(verdict["outcome"]), str(verdict.get("reason", "")))
+        if gone and verdict is None:
+            return Standing(State.LOST, f"{gone}, without a verdict: see {self.run_dir}/logs/latest")
         if newest is not None and not waiting and verdict is None and self._hub_lives(newest):
             self._silent_since = self._ended_since = None
             return Standing(self._started(newest), f"attempt {newest.number}, job {job_id}")
@@ -161,7 +168,7 @@ class Run:
     def _from_slurm(self, job_id: str, newest: Attempt | None, verdict: dict[str, Any] | None) -> Standing:
         if not job_id:
             alive = newest is not None and is_live(newest)
-            return Standing(State.RUNNING, "") if alive else self._silent("no process of it lives on this machine")
+            return Standing(State.RUNNING, "") if alive else self._silent("nothing here tells whether it lives")
         row = self._row(job_id)
         if row is None or row.state.life is Life.UNKNOWN:
             return self._silent(f"Slurm does not know job {job_id}")

@@ -1,11 +1,16 @@
 """Where a run stands, from files and Slurm in that order; one question for many jobs; who is queued again."""
 
 import json
+import os
+import subprocess
 import time
 
 import msgspec
 import pytest
 
+from miles_hpc.agent.procfs import boot_id, start_time
+from miles_hpc.cli.exits import BAD_INPUT
+from miles_hpc.cli.main import main
 from miles_hpc.config.schema import SlurmConfig
 from miles_hpc.hub.site import SiteError
 from miles_hpc.launch import run as run_module
@@ -76,11 +81,9 @@ def place(tmp_path):
     return tmp_path
 
 
-def attempt(place, number: int = 0, job_id: str = "7", restart: int = 0) -> None:
-    claim = Attempt(
-        number=number, run_id="r", job_id=job_id, restart=restart, nodes=2, host="elsewhere", pid=1, pid_start=1,
-        started=2.0,
-    )  # fmt: skip
+def attempt(place, number: int = 0, job_id: str = "7", restart: int = 0, **more) -> None:
+    more = {"host": "elsewhere", "pid": 1, "pid_start": 1, "started": 2.0, **more}
+    claim = Attempt(number=number, run_id="r", job_id=job_id, restart=restart, nodes=2, **more)
     (place / "attempts" / f"{number}.json").write_bytes(msgspec.json.encode(claim))
 
 
@@ -183,6 +186,33 @@ def test_what_nobody_knows_is_unknown_for_a_while_and_then_lost(place, slurm):
     found = run.standing()
     assert found.state is State.LOST and "Slurm does not know job 7" in found.reason
     assert run.wait(1)["outcome"] == "lost"
+
+
+def test_a_run_of_this_machine_of_which_nothing_lives_is_lost_at_once_and_waited_for_no_more(place, slurm, capsys):
+    (place / "slurm" / "job.json").unlink()
+    here = {"host": os.uname().nodename, "boot": boot_id(), "pid": os.getpid()}
+    attempt(place, job_id="", **here, pid_start=start_time(os.getpid()))
+    assert of(place, slurm).state is State.RUNNING
+    attempt(place, job_id="", **here, pid_start=1)
+    status(place)
+    env = {**os.environ, "MILES_HPC_MARK": "r/0/node-00000/0/warden/g0-0", "MILES_HPC_RUN_DIR": str(place)}
+    with subprocess.Popen(["cat"], env=env, stdin=subprocess.PIPE) as left:
+        assert of(place, slurm).state is State.RUNNING, "what winds down may still write a verdict"
+        left.kill()
+    run = of(place, slurm)
+    found = run.standing()
+    assert found.state is State.LOST and f"pid {os.getpid()}) and all its processes are gone" in found.reason
+    assert run.wait(0) == {"outcome": "lost", "reason": found.reason}
+    assert main(["drain", str(place), "--wait"]) == BAD_INPUT
+    assert f"there is nothing to drain: lost {found.reason}" in capsys.readouterr().err
+    verdict(place, outcome="failed", reason="why")
+    assert run.state is State.FAILED
+
+
+def test_an_earlier_run_of_this_machine_that_is_gone_says_nothing_of_a_job_that_was_submitted_since(place, slurm):
+    attempt(place, job_id="", host=os.uname().nodename, boot=boot_id(), started=0.5)
+    slurm.queue["7"] = row("PENDING")
+    assert of(place, slurm).state is State.PENDING
 
 
 def test_a_sign_of_life_begins_the_time_anew(place, slurm):
