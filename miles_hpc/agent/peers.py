@@ -14,6 +14,7 @@ from miles_hpc.wire.messages import Message, Peer, PeerAsk, PeerHub, PeerSays
 from miles_hpc.wire.rendezvous import Rendezvous
 from miles_hpc.wire.security import KeyPair, authenticator
 from miles_hpc.wire.socket_options import (
+    CURVE_ADDS,
     Context,
     Socket,
     bind,
@@ -55,7 +56,7 @@ class Peers:
         prepare(self._port, listen)
         give_up_lost_peers(self._port)
         prepare_server(self._port, keys, domain)
-        self._port.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+        self._port.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES + CURVE_ADDS)
         self._port.sndhwm = self._port.rcvhwm = _QUEUE
         self.port = bind(self._port, listen).port
 
@@ -86,7 +87,7 @@ class Peers:
         give_up_lost_peers(link)
         # All agents hold one key pair: its public half is also what a peer port is known by.
         prepare_client(link, self._keys, self._keys.public)
-        link.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+        link.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES + CURVE_ADDS)
         link.sndhwm = link.rcvhwm = _QUEUE
         link.connect(address.zmq)
         return link

@@ -238,6 +238,10 @@ class Core:
         self.leftovers: dict[tuple[str, str, Generation], Leftover] = {}
         """(Node, worker, generation) -> since when its end is waited for."""
         self.nodes: dict[str, Node] = {}
+        self.left_before: frozenset[str] = frozenset()
+        """Nodes of the first job that had said goodbye to an earlier hub."""
+        self.down_unheard: frozenset[str] = frozenset()
+        """Nodes of the first job that never said hello to this hub, and that the site calls down."""
         self.node_of_peer: dict[bytes, str] = {}
         self._cells_on: dict[str, dict[str, Cell]] = {}
         """Node -> cells that may have workers there: with thousands of cells no report may look at all of them."""
@@ -335,8 +339,20 @@ class Core:
         return hosts
 
     def lost_hosts(self) -> list[str]:
-        """Hosts whose agents are silent and never said goodbye."""
-        return [node.host for node in self.nodes.values() if node.condition != "alive" and not node.left]
+        """Hosts whose agents are silent and never said goodbye; after a take-over also those not heard yet."""
+        silent = [node.host for node in self.nodes.values() if node.condition != "alive" and not node.left]
+        if self.recovery is None:
+            return silent
+        return silent + [host for name, host in self.hosts_by_node().items() if name not in self.nodes]
+
+    def left_of_first_job(self) -> set[str]:
+        """Nodes of the first job that have said goodbye, to whichever hub, and are not back."""
+        here = {node.id for node in self.nodes.values() if node.left and node.index < self.info.expected_nodes}
+        return here | (self.left_before - self.nodes.keys())
+
+    def hosts_by_node(self) -> dict[str, str]:
+        """Nodes of the first job and their hosts, where the site has named them."""
+        return {node_id(index): host for index, host in enumerate(self.info.hosts[: self.info.expected_nodes])}
 
     def present_nodes(self) -> Iterator[Node]:
         return (node for node in self.nodes.values() if node.condition != "dead" and not node.left)

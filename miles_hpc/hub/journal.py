@@ -42,6 +42,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     group_deaths: dict[str, list[float]] = {}
     stopped: list[str] = []
     """Cells that an operator stopped."""
+    left: list[str] = []
+    """Nodes of the first job that have said goodbye."""
     drain_reason: str = ""
     drain_until: float = 0.0
     drain_requeue: bool = False
@@ -79,6 +81,7 @@ def take(core: Core, wall: float) -> Journal:
         deaths={cell.id: [at(death) for death in cell.deaths] for cell in core.cells.values() if cell.deaths},
         group_deaths={group: [at(death) for death in deaths] for group, deaths in core.group_deaths.items()},
         stopped=[cell.id for cell in core.cells.values() if not cell.wanted],
+        left=sorted(core.left_of_first_job()),
         drain_reason=drain.reason if drain is not None else "",
         drain_until=at(drain.until) if drain is not None else 0.0,
         drain_requeue=drain is not None and drain.requeue,
@@ -109,6 +112,7 @@ def restore(core: Core, journal: Journal, wall: float) -> None:
     if core.recovery is not None:
         for name, generation in journal.generations.items():
             core.recovery.know(name, generation)
+    core.left_before = frozenset(journal.left)
     core.group_deaths = {group: deque(map(at, deaths)) for group, deaths in journal.group_deaths.items()}
     if journal.drain_reason:
         left = max(0.0, journal.drain_until - wall)

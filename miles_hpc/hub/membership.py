@@ -155,6 +155,8 @@ def on_down_hosts(core: Core, hosts: Collection[str]) -> None:
         node.down = node.condition != "alive" and short_name(node.host) in short
         if node.condition == "dead" and not node.left and node.down:
             _count_as_gone(core, node, f"{node.id} ({node.host}) is down")
+    unheard = {name: host for name, host in core.hosts_by_node().items() if name not in core.nodes}
+    core.down_unheard = frozenset(name for name, host in unheard.items() if short_name(host) in short)
 
 
 def short_name(host: str) -> str:

@@ -18,6 +18,8 @@ class Recovery(msgspec.Struct):
     """From the claim of an epoch until the tables of all nodes are in, or `timing.dead` is over and enough of them."""
 
     claimed_at: float
+    powerless_at: float = 0.0
+    """When it last heard too little of the run to act."""
     concluded: bool = False
     tables: dict[str, dict[str, WorkerState]] = msgspec.field(default_factory=dict)
     """Node -> worker -> its row."""
@@ -84,9 +86,12 @@ def watch(core: Core, recovery: Recovery) -> None:
     """Conclude when every table is in, or nothing more is to be expected; free what was held when its node is back.
 
     A hub that hears too little of the run to act concludes nothing: it would end what runs on the nodes that it hears.
+    When enough of them are back, the others have as long to come as after a claim.
     """
     missing = missing_nodes(core)
-    waited = core.standing.acts and core.now - recovery.claimed_at > core.timing.dead
+    if not core.standing.acts:
+        recovery.powerless_at = core.now
+    waited = core.now - max(recovery.claimed_at, recovery.powerless_at) > core.timing.dead
     if not recovery.concluded and (not missing or waited):
         _conclude(core, recovery, missing)
     elif recovery.concluded and recovery.held and not missing:

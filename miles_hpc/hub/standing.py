@@ -39,7 +39,8 @@ def heard_of_first_job(core: Core) -> tuple[int, int]:
     down count as neither."""
     wanted = core.info.expected_nodes
     first_job = [node for node in core.nodes.values() if node.index < wanted]
-    out = sum(1 for node in first_job if node.left or node.down)
+    unheard = (core.left_before | core.down_unheard) - core.nodes.keys()
+    out = sum(1 for node in first_job if node.left or node.down) + len(unheard)
     heard = sum(1 for node in first_job if node.condition == "alive" and not (node.left or node.down))
     return heard, wanted - out
 

@@ -254,8 +254,9 @@ class Authenticator:
                 if self._retired is None:
                     if self._asked >= _RENEW_AFTER:
                         self._renew()
-                        poller.register(self._socket, zmq.POLLIN)
-                        retired_at = time.monotonic()
+                        if self._retired is not None:
+                            poller.register(self._socket, zmq.POLLIN)
+                            retired_at = time.monotonic()
                 elif self._retired not in ready and time.monotonic() - retired_at >= _RETIRE_S:
                     poller.unregister(self._retired)
                     self._retired.close()
@@ -274,7 +275,15 @@ class Authenticator:
         Between the two calls there is no handler and nobody is admitted: a client whose handshake is cut off there
         connects anew within 0.1 s.
         """
-        self._retired, self._socket, self._asked = self._socket, self._new_socket(), 0
+        self._asked = 0
+        try:
+            made = self._new_socket()
+        except zmq.ContextTerminated:
+            raise
+        except zmq.ZMQError as trouble:  # no descriptor is left: later, perhaps
+            log.warning("the ZAP handler keeps its socket: %s", trouble)
+            return
+        self._retired, self._socket = self._socket, made
         self._retired.unbind(_ZAP_ENDPOINT)
         self._socket.bind(_ZAP_ENDPOINT)
 

@@ -25,6 +25,10 @@ LINK_EVENTS = (
 """What a client's monitor reports."""
 
 
+CURVE_ADDS = 33
+"""Bytes by which a frame grows when it is encrypted; ZMQ_MAXMSGSIZE counts them."""
+
+
 def milliseconds(seconds: float) -> int:
     """A timeout for a poller, never below 0 and rounded up, so that a short wait does not become a busy loop."""
     return max(0, math.ceil(seconds * 1000))

@@ -37,6 +37,7 @@ from miles_hpc.wire.messages import (
 from miles_hpc.wire.rendezvous import Rendezvous
 from miles_hpc.wire.security import KeyPair, authenticator, sender_may_send
 from miles_hpc.wire.socket_options import (
+    CURVE_ADDS,
     LINK_EVENTS,
     Context,
     Socket,
@@ -170,7 +171,7 @@ class HubSocket:
             self.socket.set(zmq.ROUTER_MANDATORY, 1)
             # Ids are random per incarnation, so a second connection with one is the same peer coming back.
             self.socket.set(zmq.ROUTER_HANDOVER, 1)
-            self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+            self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES + CURVE_ADDS)
             self.socket.set(zmq.BACKLOG, 4096)
             self.socket.sndhwm = self.socket.rcvhwm = queue_limit
             self.address = bind(self.socket, listen)
@@ -250,8 +251,9 @@ class HubSocket:
             return
         for peer, receipt in self._receipts:
             self.send(peer, receipt)
-        self._zap.forbid(self._domain)
+        # In this order: who reconnects in between finds nobody, and is not told that its key is unknown.
         self.socket.close(linger=0)
+        self._zap.forbid(self._domain)
 
     def _admit(self, peer: bytes, frames: list[zmq.Frame]) -> Received | None:
         role = str(frames[-1].get("User-Id")) if frames else ""
@@ -326,7 +328,7 @@ class HubLink:
             give_up_lost_peers(self.socket)
         prepare_client(self.socket, keys, hub_key)
         self.socket.set(zmq.ROUTING_ID, b"L" + os.urandom(15))
-        self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+        self.socket.set(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES + CURVE_ADDS)
         self.socket.sndhwm = self.socket.rcvhwm = QUEUE_LIMIT
         self.monitor: Socket = self.socket.get_monitor_socket(LINK_EVENTS)
         self.socket.connect(endpoint.zmq)
@@ -338,11 +340,12 @@ class HubLink:
         self.close()
 
     def send(self, message: Message) -> bool:
-        """Queue a message. False, and counted, when the link is down, its queue full, or it is too large."""
+        """Queue a message. False, and counted, when the link is down or its queue full: say it again later. One that is
+        too large is counted and gone, since it would never get through."""
         frames = [self._header, codec.encode_body(message)]
         if _is_oversized(message, frames[1]):
             self.dropped += 1
-            return False
+            return True
         for last in (False, True):
             try:
                 self.socket.send_multipart(frames, zmq.NOBLOCK)

@@ -1,7 +1,9 @@
 import contextlib
 import ctypes
+import errno
 import json
 import stat
+import threading
 import time
 from pathlib import Path
 from typing import get_args
@@ -207,6 +209,24 @@ def test_all_are_admitted_while_one_handler_takes_over_from_the_other(quick_rene
     heard: list[str] = []
     _until(lambda: heard.extend(each.role for each in hub.drain()) or len(heard) >= 40, "connections stay")
     assert heard == ["agent"] * 40
+
+
+def test_a_handler_goes_on_where_no_other_socket_can_be_had(quick_renewal, server, monkeypatch):
+    handler, _, connect = server
+    first, refused = handler._socket, threading.Event()
+
+    def no_socket():
+        refused.set()
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(handler, "_new_socket", no_socket)
+        for _ in range(9):
+            _is_up(connect())
+        assert refused.wait(20) and handler._socket is first
+    for _ in range(9):
+        _is_up(connect())
+    _until(lambda: handler._socket is not first, "another handler")
 
 
 def test_a_stranger_is_denied_by_each_handler_and_counted(quick_renewal, server):

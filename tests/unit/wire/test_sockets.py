@@ -270,11 +270,28 @@ def test_a_message_that_is_too_large_is_counted_and_costs_no_connection(hub, run
         assert link.send(Heartbeat(seq=1))
         (received,) = drain_until(hub)
         monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 1000)
-        assert not link.send(Goodbye(reason="x" * 1000)) and link.dropped == 1
+        assert link.send(Goodbye(reason="x" * 1000)) and link.dropped == 1, "nobody is to say it again"
         assert not hub.send(received.peer, Shutdown(reason="x" * 1000)) and hub.counters.oversized == 1
         assert caplog.text.count("a control message holds at most 1000") == 2
         assert hub.send(received.peer, Shutdown(reason="enough"))
         assert Shutdown(reason="enough") in answers_of(link)
+
+
+def test_the_largest_message_gets_through(run_dir, monkeypatch):
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 100_000)
+    keys = KeyPair.generate()
+    with HubSocket(LOCALHOST, run_id="r1", keys=keys, roles=role_keys(run_dir, 1)) as hub:
+        hub.public_key = keys.public
+        with link_to(hub, run_dir) as link:
+            overhead = len(codec.encode_body(Goodbye(reason="x" * 99_000))) - 99_000
+            largest = Goodbye(reason="x" * (100_000 - overhead))
+            assert len(codec.encode_body(largest)) == 100_000
+            assert link.send(largest)
+            (received,) = drain_until(hub)
+            assert received.message == largest and link.dropped == 0
+            biggest = Shutdown(reason="x" * (100_000 - len(codec.encode_body(Shutdown(reason="x" * 99_000))) + 99_000))
+            assert hub.send(received.peer, biggest)
+            assert answers_of(link) == [biggest]
 
 
 def test_a_stranger_s_message_that_is_too_large_reaches_nobody(run_dir, monkeypatch):
