@@ -228,6 +228,14 @@ def boot_id() -> str:
         return ""
 
 
+def pid_namespace() -> str:
+    """Names the pid namespace of this process; pids compare only within one. "" where the kernel does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - as all of /proc is read here: without paths
+    except OSError:
+        return ""
+
+
 def worker_environ(base: Mapping[str, str]) -> dict[str, str]:
     """`base` without what an outer process of ours left in it."""
     return {name: value for name, value in base.items() if not name.startswith("MILES_HPC_")}

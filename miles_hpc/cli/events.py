@@ -34,7 +34,7 @@ def events(arguments: argparse.Namespace) -> int:
         run_dir = find_run(arguments.run)
         claim = newest_claim(run_dir)
         log = run_dir / "logs" / f"attempt-{claim.number}" / "hub.jsonl"
-        follower = Follower(lambda since, limit: ask(run_dir, lambda hub: hub.events(since, limit)), log)
+        follower = Follower(lambda since, limit: ask(run_dir, lambda hub: hub.events(since, limit), claim=claim), log)
         # One is needed to go on from.
         lines = follower.new(max(1, arguments.lines))
         if follower.why_no_hub:
@@ -47,9 +47,10 @@ def events(arguments: argparse.Namespace) -> int:
             # Looked at first: what was written before the end is then read by the last turn.
             sign = watch.look()
             _print(follower.new(), arguments.json)
-            if not follower.why_no_hub:
+            answered = not follower.why_no_hub
+            if answered:
                 watch.heard()
-            if sign.over:
+            if sign.verdict or (sign.over and not answered):
                 return said_over(claim, sign)
             pause.wait(_LOOK_EVERY_S)
     except (ConfigError, AttemptError) as error:
@@ -82,19 +83,26 @@ class Follower:
         except HubError as error:
             self.why_no_hub = str(error)
             lines = self._log.read()
-        keys = [_key(line) for line in lines]
-        # What stands before a known one is older than all that was given.
-        first = max((index + 1 for index, key in enumerate(keys) if key in self._known), default=0)
-        self._keep(keys)
-        return lines[first:]
+        new = self._behind_known(lines)
+        self._keep([_key(line) for line in lines])
+        return new
 
     def _from_hub(self, limit: int) -> list[Line]:
         # One that is known comes along; if it does not, this is another hub, or more has happened than it keeps.
         lines, following = self._ask(max(0, self._since - 1), limit)
-        if self._since and not (lines and _key(lines[0]) in self._known):
+        if self._known and not (lines and _key(lines[0]) in self._known):
             lines, following = self._ask(0, limit)
+            # The log has what the hub before said last, and may lag behind this one.
+            logged = self._behind_known(self._log.read())
+            written = {_key(line) for line in logged}
+            lines = logged + [line for line in self._behind_known(lines) if _key(line) not in written]
         self._since = following
         return lines
+
+    def _behind_known(self, lines: list[Line]) -> list[Line]:
+        """Those behind the last that is known: what stands before it is older than all that was given."""
+        known = (index + 1 for index, line in enumerate(lines) if _key(line) in self._known)
+        return lines[max(known, default=0) :]
 
     def _keep(self, keys: list[str]) -> None:
         for key in keys:

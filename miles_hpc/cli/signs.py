@@ -21,6 +21,8 @@ SETTLE_S = 30.0
 """What the file system may take to show a verdict after Slurm has ended the job."""
 LOST_AFTER_S = 300.0
 """Nobody knows anything, and no hub has written for this time: beyond a failover during a stalled file system."""
+STILL_S = 2.0
+"""Who does not follow a run looks twice, so long apart, at one that only its age calls dead: clocks may differ."""
 SLURM_PATIENCE_S = 5.0
 
 Slurm = Callable[[Sequence[str]], dict[str, JobRow]]
@@ -75,10 +77,11 @@ def verdict_of(run_dir: Path, attempt: int) -> dict[str, Any]:
 
 class Watch:
     """Looks at one attempt, once or again and again. When its files move is told by this machine's clock alone; how
-    old they were at first sight by the wall clocks of both.
+    old they were at first sight by the wall clocks of both, which alone end nothing.
 
     Args:
         slurm: asked at most every `FRESH_S`, and only about jobs whose files do not move.
+        still_s: how long files must be seen not to move before their age counts as an end.
     """
 
     def __init__(
@@ -87,19 +90,21 @@ class Watch:
         claim: Attempt,
         *,
         slurm: Slurm = squeue_briefly,
+        still_s: float = FRESH_S,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._run_dir, self._claim = run_dir, claim
-        self._slurm, self._clock, self._wall = slurm, clock, wall
+        self._slurm, self._still_s, self._clock, self._wall = slurm, still_s, clock, wall
         self._seen: list[tuple[int, int]] | None = None
         self._moved = 0.0
+        self._still_since = 0.0
         self._row: JobRow | None = None
         self._ask_again = float("-inf")
 
     def heard(self) -> None:
         """Its hub has answered."""
-        self._moved = max(self._moved, self._clock())
+        self._moved = self._still_since = self._clock()
 
     def look(self) -> Sign:
         """What is known now."""
@@ -115,13 +120,16 @@ class Watch:
         claim, silent = self._claim, self._silent_s()
         if is_live(claim):
             return Sign(Life.RUNNING, f"the command that started it (pid {claim.pid}) runs", silent)
-        if why := gone_from_here(self._run_dir, claim) or self._followed():
+        if why := self._followed():
             return Sign(Life.ENDED, why, silent)
         if silent < FRESH_S:
+            # Before its processes are asked for: they may be hidden from here.
             return Sign(Life.RUNNING, "its hub writes", silent)
+        if why := gone_from_here(self._run_dir, claim):
+            return Sign(Life.ENDED, why, silent)
         if claim.job_id and (sign := self._from_slurm(silent)) is not None:
             return sign
-        if silent < LOST_AFTER_S:
+        if silent < LOST_AFTER_S or self._clock() - self._still_since < self._still_s:
             return Sign(Life.UNKNOWN, f"nothing here tells whether it lives on host {claim.host}", silent)
         return Sign(Life.ENDED, f"its hub writes no more, on host {claim.host}", silent)
 
@@ -137,8 +145,9 @@ class Watch:
             written = float(status.get("written_at", 0.0)) if status.get("attempt") == self._claim.number else 0.0
             renewed = seen[1][0] / 1e9
             self._moved = self._clock() - max(0.0, self._wall() - max(self._claim.started, written, renewed))
+            self._still_since = self._clock()
         elif seen != self._seen:
-            self._moved = self._clock()
+            self._moved = self._still_since = self._clock()
         self._seen = seen
         return self._clock() - self._moved
 
@@ -173,6 +182,20 @@ def _written(path: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_ino
 
 
+def look_once(
+    claims: Sequence[tuple[Path, Attempt]],
+    slurm: Slurm = squeue_briefly,
+    pause: Callable[[float], None] = time.sleep,
+) -> list[Sign]:
+    """What is known of attempts that nobody follows; `STILL_S` are spent where only the age of files calls one dead."""
+    watches = [Watch(run_dir, claim, slurm=slurm, still_s=STILL_S) for run_dir, claim in claims]
+    signs = [watch.look() for watch in watches]
+    old = [sign.life is Life.UNKNOWN and sign.silent_s >= LOST_AFTER_S for sign in signs]
+    if any(old):
+        pause(STILL_S)
+    return [watch.look() if again else sign for watch, sign, again in zip(watches, signs, old, strict=True)]
+
+
 def going_on(run_dirs: Sequence[Path], slurm: Slurm = squeue_briefly) -> list[tuple[Path, Sign]]:
     """Those runs whose newest attempt goes on, or may. Their hubs are not asked, Slurm once for all jobs."""
     rows: dict[str, JobRow] | None = None
@@ -188,5 +211,5 @@ def going_on(run_dirs: Sequence[Path], slurm: Slurm = squeue_briefly) -> list[tu
                 rows = {}
         return rows
 
-    looked = [(run_dir, Watch(run_dir, claim, slurm=told).look()) for run_dir, claim in claims.items()]
+    looked = zip(claims, look_once(list(claims.items()), told), strict=True)
     return [(run_dir, sign) for run_dir, sign in looked if sign.life is not Life.ENDED]

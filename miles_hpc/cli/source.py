@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from miles_hpc.cli.exits import FAILED, FINISHED, one_line
-from miles_hpc.cli.signs import Sign, Watch, going_on, verdict_of
+from miles_hpc.cli.signs import Sign, going_on, look_once, verdict_of
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.launch.attempts import Attempt, gone_from_here, read_attempts, registered_runs
 from miles_hpc.launch.job_states import Life
@@ -75,8 +75,13 @@ def newest_claim(run_dir: Path) -> Attempt:
     return attempts[-1]
 
 
-def ask(run_dir: Path, question: Callable[[OperatorClient], T], timeout_s: float = HUB_PATIENCE_S) -> T:
-    """Ask the hub of the newest attempt; one that cannot run any more is not waited for.
+def ask(
+    run_dir: Path,
+    question: Callable[[OperatorClient], T],
+    timeout_s: float = HUB_PATIENCE_S,
+    claim: Attempt | None = None,
+) -> T:
+    """Ask the hub of an attempt, by default the newest; one that cannot run any more is not waited for.
 
     Raises:
         HubError: when it cannot be reached, or refuses; the text says why.
@@ -85,7 +90,7 @@ def ask(run_dir: Path, question: Callable[[OperatorClient], T], timeout_s: float
     from miles_hpc.wire.operator import OperatorClient
     from miles_hpc.wire.sockets import HubUnreachable
 
-    claim = newest_claim(run_dir)
+    claim = claim or newest_claim(run_dir)
     if verdict_of(run_dir, claim.number):
         raise HubUnreachable(f"attempt {claim.number} has ended")
     if why := gone_from_here(run_dir, claim):
@@ -113,7 +118,7 @@ def read_status(run_dir: Path) -> tuple[dict[str, Any] | None, str]:
         return {**found, "state": found["outcome"] or "running", "reason": found["draining"]}, ""
     except HubError as error:
         why = str(error)
-    sign = Watch(run_dir, claim).look()
+    (sign,) = look_once([(run_dir, claim)])
     written = read_json(run_dir / "status.json")
     if not written:
         return None, f"{sign.text}; {why}" if sign.died else why

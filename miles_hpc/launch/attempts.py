@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from miles_hpc.agent.procfs import boot_id, marked, snapshot, start_time
+from miles_hpc.agent.procfs import boot_id, marked, pid_namespace, snapshot, start_time
 
 _NAME = re.compile(r"(\d+)\.json")
 _HUB_PATIENCE_S = 3.0
@@ -30,7 +30,7 @@ class RunExists(AttemptError):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of a run. `pid_start` is in clock ticks since the boot that `boot` names."""
+    """One start of a run. `pid` counts in the namespace `pid_ns`; `pid_start` is in clock ticks since boot `boot`."""
 
     number: int
     run_id: str
@@ -44,6 +44,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     boot: str = ""
     started: float
     """Wall clock, seconds since 1970."""
+    pid_ns: str = ""
+    """"": not known."""
 
 
 def attempts_dir(run_dir: Path) -> Path:
@@ -80,16 +82,19 @@ def holds_run(run_dir: Path) -> bool:
         return False
 
 
+def is_on_this_machine(attempt: Attempt) -> bool:
+    """Whether an attempt was claimed on this machine, since it was started; in a container of it, perhaps."""
+    return attempt.host == socket.gethostname() and attempt.boot in ("", boot_id())
+
+
+def is_here(attempt: Attempt) -> bool:
+    """Whether its pid means the same process here: on this machine, and in the same container or in none."""
+    return is_on_this_machine(attempt) and attempt.pid_ns in ("", pid_namespace())
+
+
 def is_live(attempt: Attempt) -> bool:
-    """Whether the process that claimed an attempt still runs. Only its own host can tell; elsewhere: no."""
-    if attempt.host != socket.gethostname() or (attempt.boot and attempt.boot != boot_id()):
-        return False
-    return start_time(attempt.pid) == attempt.pid_start
-
-
-def is_here(claim: Attempt) -> bool:
-    """Whether an attempt was claimed on this machine, since it was started: only then its process can be asked for."""
-    return claim.host == socket.gethostname() and claim.boot in ("", boot_id())
+    """Whether the process that claimed an attempt still runs. Only where `is_here` is true can it be told; else: no."""
+    return is_here(attempt) and start_time(attempt.pid) == attempt.pid_start
 
 
 def gone_from_here(run_dir: Path, claim: Attempt) -> str:
@@ -106,14 +111,18 @@ def gone_from_here(run_dir: Path, claim: Attempt) -> str:
 def who_runs(run_dir: Path, attempt: Attempt, environ: Mapping[str, str] = os.environ) -> str:
     """Why an attempt counts as going on, for people; "" when nothing speaks for it.
 
-    The process that claimed it is asked for on its own host. An attempt of a Slurm job without a verdict is asked for
-    at its hub, wherever that is, and at Slurm.
+    The process that claimed it is asked for on its own host. Without a verdict, an attempt of a Slurm job is asked for
+    at its hub, wherever that is, and at Slurm; one of another container of this machine at its hub.
     """
     if is_live(attempt):
         job = f"as job {attempt.job_id} " if attempt.job_id else ""
         return f"attempt {attempt.number} runs {job}on host {attempt.host} with pid {attempt.pid}"
-    if not attempt.job_id or (run_dir / "verdicts" / f"attempt-{attempt.number}.json").exists():
+    if (run_dir / "verdicts" / f"attempt-{attempt.number}.json").exists():
         return ""
+    if not attempt.job_id:
+        hub = "" if is_here(attempt) or not is_on_this_machine(attempt) else _answering_hub(run_dir, attempt.number)
+        where = f"attempt {attempt.number} runs in another container of host {attempt.host}"
+        return f"{where} (its hub answers: {hub})" if hub else ""
     if attempt.job_id == environ.get("SLURM_JOB_ID") and attempt.restart != int(
         environ.get("SLURM_RESTART_COUNT") or 0
     ):
@@ -175,7 +184,8 @@ def claim_attempt(
         earlier = read_attempts(run_dir)
         for other in earlier:
             # Only the newest can have a hub: each attempt saw the earlier ones end.
-            reason = who_runs(run_dir, other, environ) if other is earlier[-1] or not other.job_id else ""
+            ask = other is earlier[-1] or (not other.job_id and is_live(other))
+            reason = who_runs(run_dir, other, environ) if ask else ""
             if reason:
                 raise RunIsLive(f"{run_dir} is in use: {reason}; wait for it, or stop it first")
         if earlier and not resume:
@@ -194,6 +204,7 @@ def claim_attempt(
             pid_start=start_time(os.getpid()) or 0,
             boot=boot_id(),
             started=time.time(),
+            pid_ns=pid_namespace(),
         )
         if _link(directory / f"{attempt.number}.json", attempt):
             point_latest(run_dir, attempt.number)

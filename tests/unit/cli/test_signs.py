@@ -12,7 +12,8 @@ import pytest
 
 from miles_hpc.agent.lease import lease_path, renew_lease
 from miles_hpc.agent.procfs import boot_id, start_time
-from miles_hpc.cli.signs import LOST_AFTER_S, SETTLE_S, Watch, going_on
+from miles_hpc.cli import signs
+from miles_hpc.cli.signs import FRESH_S, LOST_AFTER_S, SETTLE_S, Watch, going_on, look_once
 from miles_hpc.cli.source import find_run, said_over
 from miles_hpc.config.errors import ConfigError
 from miles_hpc.launch.attempts import Attempt, claim_attempt, register
@@ -82,7 +83,7 @@ def test_a_run_of_this_machine_lives_as_long_as_the_command_that_started_it(worl
     here = {"host": os.uname().nodename, "boot": boot_id()}
     living = world.claim(**here, pid=os.getpid(), pid_start=start_time(os.getpid()))
     assert world.watch(living).look().life is Life.RUNNING
-    world.writes()
+    world.writes(ago=FRESH_S)
     sign = world.watch(world.claim(**here, pid=os.getpid(), pid_start=1)).look()
     assert sign.died and f"pid {os.getpid()}) and all its processes are gone" in sign.why
     world.ends("cancelled")
@@ -101,9 +102,23 @@ def test_what_winds_down_without_its_command_may_still_write_a_verdict(world):
         assert watch.look().died, "one that cannot be killed keeps nobody waiting for ever"
         left.kill()
     world.writes()
+    assert watch.look().life is Life.RUNNING, "who writes lives, whatever can be seen of its processes"
+    world.now += FRESH_S
     assert watch.look().died
     world.ends()
     assert watch.look().verdict
+
+
+def test_a_run_in_another_container_of_this_machine_is_judged_by_its_files(world):
+    here = {"host": os.uname().nodename, "boot": boot_id(), "pid_ns": "pid:[1]"}
+    claim = world.claim(**here, pid=os.getpid(), pid_start=1)
+    world.writes(ago=14.5)
+    watch = world.watch(claim)
+    assert watch.look().life is Life.UNKNOWN
+    world.writes()
+    assert watch.look().life is Life.RUNNING
+    world.now += LOST_AFTER_S
+    assert watch.look().died
 
 
 @pytest.mark.parametrize("stalled_s", [14.5, 60.0, 14.5 + 60.0])
@@ -132,13 +147,51 @@ def test_a_hub_whose_clock_differs_is_followed_by_what_it_writes(world, skew):
     claim, world.skew = world.claim(), skew
     world.writes()
     watch = world.watch(claim)
-    watch.look()
+    assert watch.look().life is (Life.UNKNOWN if skew < 0 else Life.RUNNING)
     for _ in range(100):
         world.now += 4
         world.writes()
         assert watch.look().life is Life.RUNNING
     world.now += LOST_AFTER_S
     assert watch.look().died
+
+
+def test_age_alone_ends_nothing_before_files_were_seen_to_stand_still(world):
+    claim = world.claim()
+    world.writes(ago=3600.0)
+    watch = world.watch(claim)
+    assert watch.look().life is Life.UNKNOWN
+    world.now += FRESH_S - 0.1
+    assert watch.look().life is Life.UNKNOWN
+    world.now += 0.2
+    assert watch.look().died
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_who_looks_once_waits_for_a_second_look_where_only_age_calls_it_dead(tmp_path, monkeypatch, lives):
+    monkeypatch.setattr(signs, "STILL_S", 0.01)
+    old, fresh = World(tmp_path / "old"), World(tmp_path / "fresh")
+    now, paused = time.time(), []
+    for world in (old, fresh):
+        world.now = now - 1e9
+    claims = [(world.run_dir, world.claim()) for world in (old, fresh)]
+    old.writes(ago=3600.0)
+    fresh.writes()
+
+    def pause(seconds):
+        paused.append(seconds)
+        if lives:
+            old.writes(ago=3600.0)
+        else:
+            time.sleep(seconds)
+
+    assert [sign.life for sign in look_once(claims, pause=pause)] == [
+        Life.RUNNING if lives else Life.ENDED,
+        Life.RUNNING,
+    ]
+    assert paused == [0.01]
+    look_once(claims[1:], pause=pause)
+    assert paused == [0.01], "nobody waits for what needs no second look"
 
 
 def test_a_lease_that_moves_or_a_hub_that_answers_is_a_sign_of_life(world):
@@ -198,7 +251,8 @@ def test_an_attempt_that_another_has_followed_is_over(world):
     assert sign.over and "attempt 1 has followed" in sign.why
 
 
-def test_the_only_run_going_on_may_be_silent_and_one_question_serves_all_jobs(tmp_path):
+def test_the_only_run_going_on_may_be_silent_and_one_question_serves_all_jobs(tmp_path, monkeypatch):
+    monkeypatch.setattr(signs, "STILL_S", 0.01)
     worlds = [World(tmp_path / name) for name in ("ended", "silent", "lost", "job")]
     ended, silent, lost, job = worlds
     for world, job_id in ((ended, "7"), (silent, ""), (lost, ""), (job, "8")):
@@ -229,6 +283,7 @@ def test_the_age_of_silent_runs_is_said(tmp_path, monkeypatch):
 def test_who_follows_a_run_learns_how_it_ended(world, capsys):
     claim = world.claim()
     watch = world.watch(claim)
+    watch.look()
     world.now += LOST_AFTER_S
     assert said_over(claim, watch.look()) == 1
     assert "attempt 0 died without a verdict: its hub writes no more" in capsys.readouterr().err

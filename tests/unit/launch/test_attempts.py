@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from miles_hpc.agent.procfs import boot_id, start_time
+from miles_hpc.agent.procfs import boot_id, pid_namespace, start_time
 from miles_hpc.launch import attempts
 from miles_hpc.launch.attempts import (
     Attempt,
@@ -17,6 +17,8 @@ from miles_hpc.launch.attempts import (
     RunExists,
     RunIsLive,
     claim_attempt,
+    gone_from_here,
+    is_live,
     read_attempts,
     register,
     registered_runs,
@@ -79,6 +81,34 @@ def test_a_live_attempt_is_refused_with_host_and_pid_even_with_resume(tmp_path):
 def test_an_attempt_whose_process_is_gone_is_over(tmp_path, change):
     _write(tmp_path, _someone(**change))
     assert claim_attempt(tmp_path, resume=True).number == 1
+
+
+def test_a_run_in_another_container_of_this_machine_is_judged_by_its_hub_not_by_its_pid(tmp_path, monkeypatch):
+    other = _someone(pid=1, pid_start=1, pid_ns="pid:[1]")
+    _write(tmp_path, other)
+    asked, answer = [], "h pid 5"
+    monkeypatch.setattr(attempts, "_answering_hub", lambda run_dir, number: asked.append(number) or answer)
+    assert not is_live(msgspec.structs.replace(_someone(), pid_ns="pid:[1]")), "its pid is somebody else's here"
+    assert gone_from_here(tmp_path, other) == ""
+    with pytest.raises(RunIsLive, match=r"attempt 0 runs in another container of host .* \(its hub answers: h pid 5\)"):
+        claim_attempt(tmp_path, resume=True)
+    answer = ""
+    assert claim_attempt(tmp_path, resume=True).pid_ns == pid_namespace() != ""
+    assert asked == [0, 0]
+
+
+def test_a_claim_that_names_no_pid_namespace_is_judged_by_its_pid(tmp_path):
+    assert is_live(_someone()) and gone_from_here(tmp_path, _someone(pid_start=1))
+
+
+def test_of_other_containers_only_the_newest_attempt_s_hub_is_asked(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(attempts, "_answering_hub", lambda run_dir, number: asked.append(number) or "")
+    for number in range(3):
+        _write(tmp_path, _someone(number, pid=1, pid_start=1, pid_ns="pid:[1]"))
+    (tmp_path / "verdicts").mkdir()
+    assert claim_attempt(tmp_path, resume=True).number == 3
+    assert asked == [2]
 
 
 def test_numbers_go_on_after_the_highest_in_numeric_order(tmp_path):
