@@ -114,8 +114,12 @@ class Waiting:
             Silent: nothing comes any more.
             asyncio.TimeoutError: its deadline passed.
         """
+        try:
+            self._watch.enter(self)
+        except BaseException:
+            work.close()
+            raise
         self._task = asyncio.ensure_future(work)
-        self._watch.enter(self)
         try:
             await settled(self._task)
         finally:

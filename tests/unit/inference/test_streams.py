@@ -156,6 +156,21 @@ def test_a_look_at_the_engines_that_was_never_begun_is_made_again(make_answer):
     run(make_answer, [[60]], scenario)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_request_whose_address_book_cannot_be_read_leaves_no_task(make_answer):
+    async def scenario(peer, http):
+        def engines():
+            raise RuntimeError("no book")
+
+        client = GenerateClient(lambda: peer.url, http, 100, engines=engines)
+        before = asyncio.all_tasks()
+        with pytest.raises(RuntimeError, match="no book"):
+            await client._watch.over(peer.url, asyncio.get_running_loop().time() + 5).run(asyncio.sleep(60))
+        assert asyncio.all_tasks() == before and not client._watch._in_flight
+
+    run(make_answer, [[60]], scenario)
+
+
 def test_a_stream_without_done_is_a_loss_and_drawn_again(make_answer):
     async def scenario(peer, http):
         client = GenerateClient(lambda: peer.url, http, 100)
