@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from miles_hpc.agent.ports import PortLocks
 
 T = TypeVar("T")
 
@@ -18,16 +21,18 @@ class HubPorts:
     Args:
         address: for the error text.
         port_range: first and last port; None: whatever is free.
+        locks: where a port of the range is locked, `close`d with this; None: with all agents of the user here.
     """
 
-    def __init__(self, address: str, port_range: tuple[int, int] | None) -> None:
+    def __init__(self, address: str, port_range: tuple[int, int] | None, locks: PortLocks | None = None) -> None:
         self._address, self._range = address, port_range
         self._taken: set[int] = set()
-        if port_range is not None:
+        if port_range is not None and locks is None:
             # A hub without a range has no other use for it.
             from miles_hpc.agent.ports import PortLocks
 
-            self._locks = PortLocks()
+            locks = PortLocks()
+        self._locks = locks
 
     def listen(self, open_at: Callable[[int], T]) -> T:
         """What `open_at` returns for the first port that it can listen on; 0 is any.
@@ -35,7 +40,7 @@ class HubPorts:
         Raises:
             OSError: every port of the range is taken, or the address is no good.
         """
-        if self._range is None:
+        if self._range is None or self._locks is None:
             return open_at(0)
         first, last = self._range
         for port in range(last, first - 1, -1):
@@ -55,3 +60,8 @@ class HubPorts:
             f"no free port for the hub in network.port_range = [{first}, {last}] on {self._address}: widen the range, "
             "or end what holds its ports",
         )
+
+    def close(self) -> None:
+        """Unlock all ports; what listens on them should be closed by then."""
+        if self._locks is not None:
+            self._locks.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -128,8 +129,8 @@ def _serve(
     nodes = config.slurm.nodes if arguments.slurm else config.cluster.local_nodes
     workers = sum(spec.scheduling.num_cells * spec.scheduling.num_workers_per_cell for spec in specs)
     raise_nofile(descriptors_needed(nodes, workers), f"the hub of {nodes} nodes and {workers} workers")
-    ports = HubPorts(address, config.network.port_range)
     with (
+        contextlib.closing(HubPorts(address, config.network.port_range)) as ports,
         HubSockets(
             HostAndPort(address, 0),
             run_id=run_id,
