@@ -4,7 +4,8 @@
 non-blocking: the agent polls `fileno`s together with its other descriptors and calls `advance`.
 
 A busy worker may be too busy to answer. So a failed probe does not count while the worker's progress counter moves, and
-one without a counter may be silent for `Probe.silence`. A port on which nobody listens is no sign of work.
+one without a counter may be silent for `Probe.silence`, which other bad answers do not shorten. A port on which nobody
+listens is no sign of work.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Finding(msgspec.Struct, frozen=True):
 class Verdict:
     """What the answers of one worker mean: ready at the first good one, failed after `threshold` bad ones in a row.
 
+    Where `Probe.silence` grants patience, silent ones are counted apart and judged by that time.
+
     Args:
         moved: whether the worker's progress counter has moved since this was last asked; False without a counter.
     """
@@ -63,6 +66,8 @@ class Verdict:
         self.started = now
         self.ready = False
         self.failures = 0
+        self.silent = 0
+        """Silent ones that `Probe.silence` covers; not among `failures`."""
         self.sign_at = now
         """When it last gave a sign of life."""
         self.last_error = "not probed yet"
@@ -71,7 +76,7 @@ class Verdict:
     def on_answer(self, error: str, now: float, reason: Reason = "wrong") -> Finding | None:
         """Take one answer, "" for a good one; `reason` is that of a bad one."""
         if not error:
-            self.failures, self.sign_at = 0, now
+            self._on_sign(now)
             if not self.ready:
                 self.ready = True
                 return Finding(self.worker, self.generation, "ready")
@@ -80,13 +85,20 @@ class Verdict:
         if not self.ready:
             return self.on_time(now)
         if reason != "refused" and self._moved():
-            self.failures, self.sign_at = 0, now
+            self._on_sign(now)
             return None
-        self.failures += 1
-        patience = self.probe.silence if reason == "silent" else 0.0
-        if self.failures >= self.probe.threshold and now - self.sign_at >= patience:
-            return self._finding("probe_failed", f"{self.failures} probes in a row failed, the last one: {error}")
+        if reason == "silent" and self.probe.silence:
+            self.silent += 1
+        else:
+            self.failures += 1
+        too_silent = self.silent >= self.probe.threshold and now - self.sign_at >= self.probe.silence
+        if too_silent or self.failures >= self.probe.threshold:
+            count = self.failures + self.silent
+            return self._finding("probe_failed", f"{count} probes in a row failed, the last one: {error}")
         return None
+
+    def _on_sign(self, now: float) -> None:
+        self.failures, self.silent, self.sign_at = 0, 0, now
 
     def on_time(self, now: float) -> Finding | None:
         """A worker that has not served by its start deadline never will."""

@@ -79,6 +79,30 @@ def test_an_engine_may_be_silent_longer_than_three_probes_but_not_answer_wrongly
     assert [verdict.on_answer("503", second) is None for second in (152, 154, 156)] == [True, True, False]
 
 
+@pytest.mark.parametrize("reason", ["wrong", "refused"])
+def test_one_odd_answer_does_not_end_the_patience_with_silent_ones_and_three_do(reason):
+    verdict = _verdict(threshold=3, silence=300.0)
+    verdict.on_answer("", 100)
+    for second in (107, 114, 121):
+        assert verdict.on_answer("no answer", second, "silent") is None
+    assert verdict.on_answer("reset by peer", 122, reason) is None
+    assert verdict.on_answer("no answer", 399, "silent") is None
+    found = verdict.on_answer("no answer", 400, "silent")
+    assert found is not None and "6 probes in a row failed, the last one: no answer" in found.text
+    verdict.on_answer("", 500)
+    odd = [(501, reason), (508, "silent"), (510, reason), (517, "silent"), (519, reason)]
+    answers = [verdict.on_answer("odd", second, kind) for second, kind in odd]
+    assert answers[:4] == [None] * 4 and answers[4] is not None
+
+
+def test_without_patience_for_silence_bad_answers_of_all_kinds_make_one_row():
+    verdict = _verdict(threshold=3)
+    verdict.on_answer("", 100)
+    assert verdict.on_answer("no answer", 107, "silent") is None
+    assert verdict.on_answer("503", 109) is None
+    assert verdict.on_answer("no answer", 116, "silent") is not None
+
+
 def test_a_ready_worker_has_no_start_deadline():
     verdict = _verdict(start_deadline=10)
     verdict.on_answer("", 101)
