@@ -1,8 +1,8 @@
 """Every control message, in one file.
 
 Frame 0 of a message is protocol version and run id (`codec.py`), frame 1 one of the structs below as tagged msgpack.
-Fields are append-only and new ones have defaults, so that a reader of an older version still decodes them; the golden
-bytes of each lie in the tests.
+Fields are append-only and new ones have defaults, so that a reader of an older version still decodes them; structs
+inside messages, too, ignore fields that they do not know. The golden bytes of each lie in the tests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     """Base of all control messages."""
 
 
-class PortInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PortInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One named port of a worker.
 
     Raises:
@@ -45,7 +45,7 @@ class PortInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"port {self.name!r}: num_consecutive must be at least 1")
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """How an agent sees that a worker serves: a connection to `port`, or HTTP 200 from `path` on it."""
 
     kind: Literal["none", "tcp", "http"] = "none"

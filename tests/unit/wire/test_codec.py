@@ -224,3 +224,30 @@ def test_a_message_for_the_other_direction_is_malformed():
 def test_a_field_of_a_newer_version_is_ignored():
     body = msgspec.msgpack.encode({"type": "Heartbeat", "seq": 1, "load": 0.5})
     assert decode_to_hub([codec.header(RUN), body], RUN) == Heartbeat(seq=1)
+
+
+def with_newer_fields(kind: Any, value: Any) -> Any:
+    """`value` as builtins, with a field that nobody knows in each struct of `kind`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is list:
+        return [with_newer_fields(args[0], item) for item in value]
+    if origin is dict:
+        return {key: with_newer_fields(args[1], item) for key, item in value.items()}
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return value
+    if kind.__struct_config__.array_like:
+        return [*value, "newer"]
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    return {key: with_newer_fields(types.get(key, Any), item) for key, item in value.items()} | {"newer": 1}
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_fields_of_a_newer_version_are_ignored_in_the_structs_inside_too(kind):
+    fields = {"type": kind.__name__, **GOLDEN["messages"][f"{kind.__name__}.full"]["fields"]}
+    body = msgspec.msgpack.encode(with_newer_fields(kind, fields))
+    assert decode([codec.header(RUN), body], kind) == msgspec.convert(fields, kind)
+
+
+def test_the_structs_inside_are_reached():
+    found = with_newer_fields(messages.ReservePorts, {"ports": [{"name": "rpc"}], "keep": {"rpc": 1}})
+    assert found == {"ports": [{"name": "rpc", "newer": 1}], "keep": {"rpc": 1}, "newer": 1}
