@@ -16,23 +16,38 @@ from pathlib import Path
 import msgspec
 
 MASK = "***"
-_SECRET_ENDINGS = ("KEY", "KEYS", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIALS")
-_SECRET_WORDS = {"AUTH", "AUTHORIZATION", "COOKIE", "CREDENTIAL", "JWT", "PASS", "PAT", "PWD"}
+_SECRET_ENDINGS = (
+    "KEY", "KEYS", "TOKEN", "SECRET", "SECRETS", "PASS", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIALS", "BEARER",
+    "HEADERS",
+)  # fmt: skip
+_SECRET_WORDS = {"AUTH", "AUTHORIZATION", "COOKIE", "CREDENTIAL", "JWT", "PAT", "PWD"}
 _DIRECTORIES = {"PWD", "OLDPWD"}
-_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-"""`user:password` in an address."""
+_LOGIN = re.compile(r"(?<=://)\S+(?=@)")
+"""`user:password` in an address, up to the last @: a password may hold one, and a slash."""
+_SECRET_VALUE = re.compile(
+    r"\b(bearer|basic)\s+\S|PRIVATE KEY-"
+    r"|(api.?key|(account|access).?key|authorization|tokens?|password|passwd|\bpwd|passphrase|secrets?)[\\\"']*\s*"
+    r"(=|:(?!/))",  # a list of directories is none
+    re.IGNORECASE,
+)
+"""What a value holds that names a secret itself: headers, connection strings, JSON, exported shell functions."""
 
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` with a mask for each value that its name calls a secret, and for logins in addresses."""
-    return {name: MASK if value and _is_secret(name) else _LOGIN.sub(MASK, value) for name, value in env.items()}
+    """`env` with a mask for each value that its name or its text calls a secret, and for logins in addresses."""
+    return {
+        name: MASK if value and (_is_secret(name, value) or _SECRET_VALUE.search(value)) else _LOGIN.sub(MASK, value)
+        for name, value in env.items()
+    }
 
 
-def _is_secret(name: str) -> bool:
+def _is_secret(name: str, value: str) -> bool:
+    if name in _DIRECTORIES:
+        return False
+    # A number of TOKENS is a limit of a language model.
+    endings = _SECRET_ENDINGS if value.isdecimal() else (*_SECRET_ENDINGS, "TOKENS")
     words = re.split(r"[^A-Z]+", name.upper())
-    return name not in _DIRECTORIES and any(
-        word in _SECRET_WORDS or word.endswith(_SECRET_ENDINGS) for word in words if word
-    )
+    return any(word in _SECRET_WORDS or word.endswith(endings) for word in words if word)
 
 
 class EnvironFiles:

@@ -29,10 +29,61 @@ pytestmark = pytest.mark.unit
         "client_secret",
         "GOOGLE_CREDENTIALS",
         "HTTP_AUTH",
+        "SSHPASS",
+        "HF_TOKENS",
+        "BEARER",
+        "OTEL_EXPORTER_OTLP_HEADERS",
     ],
 )
 def test_what_its_name_calls_a_secret_is_masked(name):
     assert without_secrets({name: "hunter2"}) == {name: MASK}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Authorization=Bearer hunter2",
+        "-H 'authorization: basic aHVudGVyMg=='",
+        "AccountName=me;AccountKey=hunter2==;EndpointSuffix=core.windows.net",
+        "Server=db;Uid=me;Pwd=hunter2",
+        '{"api_key":"hunter2"}',
+        r'{"inner": "{\"apiKey\": \"hunter2\"}"}',
+        "() {  curl -H 'X-Api-Key: hunter2' http://h\n}",
+        "() {  export HF_TOKEN=hunter2\n}",
+        "--password = hunter2",
+        "client_secret: hunter2",
+        "-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2",
+    ],
+)
+def test_what_its_own_text_calls_a_secret_is_masked(value):
+    assert without_secrets({"X": value}) == {"X": MASK}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "/opt/basic/bin:/opt/tokenizers/bin",
+        "/run/secrets:/opt/token:/bin",
+        "--max-new-tokens 4096",
+        "tcp://h:1",
+        "a basic",
+        '{"keys": 1}',
+    ],
+)
+def test_other_texts_stay_as_they_are(value):
+    assert without_secrets({"X": value}) == {"X": value}
+
+
+def test_a_number_of_tokens_is_no_secret():
+    env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "4096", "MAX_TOKENS": "8"}
+    assert without_secrets(env) == env
+
+
+@pytest.mark.parametrize("login", ["me:hunter2", "me:hun@ter2", "me:hun/ter2", "hunter2"])
+def test_a_login_is_masked_up_to_the_last_at(login):
+    assert without_secrets({"X": f"see http://{login}@proxy:3128/x now"}) == {
+        "X": f"see http://{MASK}@proxy:3128/x now"
+    }
 
 
 @pytest.mark.parametrize(
@@ -44,7 +95,7 @@ def test_other_values_stay_as_they_are(name):
 
 
 def test_a_login_in_an_address_is_masked_and_an_unset_secret_shown_as_such():
-    env = {"https_proxy": "http://me:hunter2@proxy:3128/x", "HF_TOKEN": "", "URL": "http://proxy:3128/@here"}
+    env = {"https_proxy": "http://me:hunter2@proxy:3128/x", "HF_TOKEN": "", "URL": "http://proxy:3128/here"}
     assert without_secrets(env) == {**env, "https_proxy": f"http://{MASK}@proxy:3128/x"}
 
 
