@@ -114,6 +114,7 @@ def publish(run_dir: Path, rendezvous: Rendezvous) -> Path:
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)  # a umask takes bits of the mode above away
             file.write(msgspec.json.format(msgspec.json.encode(rendezvous), indent=2) + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -144,7 +145,8 @@ def read(run_dir: Path, attempt: int, epoch: int, run_id: str | None = None) -> 
         raise RendezvousError(f"{path} cannot be read: only the user who started the run can ask its hub") from failure
     if (mode := stat.S_IMODE(status.st_mode)) & _OTHERS_WRITE:
         raise RendezvousError(
-            f"{path} has mode {mode:04o}: others may change where this run's programs connect; chmod it to 0600"
+            f"{path} has mode {mode:04o}: others may change where this run's programs connect; if nobody did, "
+            f"`chmod 600 {path}`"
         )
     try:
         found = msgspec.json.decode(content, type=Rendezvous)

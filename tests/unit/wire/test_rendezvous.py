@@ -1,4 +1,5 @@
 import os
+import re
 import threading
 import time
 
@@ -105,7 +106,7 @@ def test_a_file_without_addresses_is_refused(tmp_path):
         read(tmp_path, 1, 1)
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077, 0o177, 0o277])
 def test_only_its_user_reads_the_file_and_nobody_else_writes_beside_it(tmp_path, umask):
     before = os.umask(umask)
     try:
@@ -117,10 +118,12 @@ def test_only_its_user_reads_the_file_and_nobody_else_writes_beside_it(tmp_path,
     assert read(tmp_path, 1, 1) == a_hub()
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o664, 0o666])
 def test_a_file_that_others_may_change_is_refused(tmp_path, mode):
-    publish(tmp_path, a_hub()).chmod(mode)
-    with pytest.raises(RendezvousError, match=rf"has mode 0{mode:o}: others may change where .* chmod it to 0600"):
+    path = publish(tmp_path, a_hub())
+    path.chmod(mode)
+    remedy = re.escape(f"`chmod 600 {path}`")
+    with pytest.raises(RendezvousError, match=rf"{re.escape(str(path))} has mode 0{mode:o}: others may .* {remedy}"):
         read(tmp_path, 1, 1)
 
 
