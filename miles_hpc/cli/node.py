@@ -26,6 +26,8 @@ from miles_hpc.launch.allocation import JobKey, NotInAllocation, Task
 from miles_hpc.launch.attempts import AttemptError
 from miles_hpc.launch.job_files import write_exit_code
 from miles_hpc.launch.preparation import (
+    FIRST_SIGN_S,
+    PREPARED_WITHIN_S,
     FirstNodeGone,
     PreparationTimeout,
     Prepared,
@@ -94,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
         "--prepare-timeout",
         type=float,
         metavar="S",
-        default=1800.0,
-        help="how long the other nodes wait for the first one to check the files and build the model (default: 1800)",
+        help="how long the other nodes wait for the first one to begin, check the files and build the model "
+        f"(default: {FIRST_SIGN_S:g} for its begin, {PREPARED_WITHIN_S:g} in all)",
     )
     return found
 
@@ -115,38 +117,42 @@ def join(run_dir: Path, task: Task) -> int:
 
 
 def _prepare_and_say(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepared:
+    # Until its word is published: the others take a first node that listens no more for one that has said all.
+    with contextlib.ExitStack() as listens:
+        prepared = _prepared(arguments, run_dir, task, listens)
+        try:
+            say_prepared(run_dir, task.job, task.step, prepared)
+            if prepared.error:
+                # srun gives the highest code of all tasks; the script takes the one in this file.
+                write_exit_code(run_dir, task.job, prepared.exit_code)
+        except OSError as error:
+            _fail(f"{run_dir} cannot be written on {task.host}: {error.strerror}")
+            return msgspec.structs.replace(prepared, error=prepared.error or str(error), exit_code=FAILED)
+        return prepared
+
+
+def _prepared(arguments: argparse.Namespace, run_dir: Path, task: Task, listens: contextlib.ExitStack) -> Prepared:
+    """What to tell the others, to whom this node listens from now on."""
     from miles_hpc.launch.first_node import listening
 
     try:
         try:
-            with listening(listening_path(run_dir, task.job, task.step), task.nodes):
-                prepared = prepare(arguments, run_dir, task)
+            listens.enter_context(listening(listening_path(run_dir, task.job, task.step), task.nodes))
+            return prepare(arguments, run_dir, task)
         finally:
             _hold_signals()
     except Signalled as error:
         text = f"{error} came while {task.host} prepared the run: no process of it was started"
-        prepared = Prepared(error=text, exit_code=_drained(text))
+        return Prepared(error=text, exit_code=_drained(text))
     except (ConfigError, AttemptError) as error:
-        _refuse(str(error))
-        prepared = Prepared(error=one_line(error), exit_code=BAD_INPUT)
+        return Prepared(error=one_line(error), exit_code=_refuse(str(error)))
     except (OSError, RuntimeError) as error:
         text = f"{run_dir} could not be prepared: {one_line(error)}"
-        _fail(text)
-        prepared = Prepared(error=text, exit_code=FAILED)
+        return Prepared(error=text, exit_code=_fail(text))
     except Exception as error:  # whatever it is, the other nodes must not wait for this one
         traceback.print_exc()
         text = f"{run_dir} could not be prepared: {type(error).__name__}: {one_line(error)}"
-        _fail(text)
-        prepared = Prepared(error=text, exit_code=FAILED)
-    try:
-        say_prepared(run_dir, task.job, task.step, prepared)
-        if prepared.error:
-            # srun gives the highest code of all tasks; the script takes the one in this file.
-            write_exit_code(run_dir, task.job, prepared.exit_code)
-    except OSError as error:
-        _fail(f"{run_dir} cannot be written on {task.host}: {error.strerror}")
-        return msgspec.structs.replace(prepared, error=prepared.error or str(error), exit_code=FAILED)
-    return prepared
+        return Prepared(error=text, exit_code=_fail(text))
 
 
 def prepare(arguments: argparse.Namespace, run_dir: Path, task: Task) -> Prepared:

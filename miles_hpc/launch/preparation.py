@@ -26,10 +26,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _PROGRESS_EVERY_S = 10.0
 SHARED_WITHIN_S = 20.0
 """What a shared file system may take to show a new directory on another node."""
-
-
+WORD_WITHIN_S = 75.0
+"""What the last word of a first node that is gone may take to be seen: NFS keeps what it knows of a directory 60 s."""
 FIRST_SIGN_S = 300.0
-"""What the first node may take to begin, from when another one waits for it."""
+"""What the first node may take to begin, from when another one waits for it; unless a time limit is given."""
+PREPARED_WITHIN_S = 1800.0
+"""What it may take to prepare the run, likewise."""
 
 
 class PreparationTimeout(Exception):
@@ -87,11 +89,14 @@ def wait_shared(run_dir: Path, timeout_s: float = SHARED_WITHIN_S) -> None:
         never.wait(_LONGEST_PAUSE_S)
 
 
-def wait_prepared(run_dir: Path, job: JobKey, step: str, timeout_s: float) -> Prepared:
+def wait_prepared(run_dir: Path, job: JobKey, step: str, timeout_s: float | None = None) -> Prepared:
     """Wait for the first node's word.
 
+    Args:
+        timeout_s: holds for its begin, too. None: `FIRST_SIGN_S` for its begin, `PREPARED_WITHIN_S` in all.
+
     Raises:
-        PreparationTimeout: after `timeout_s`, or when it has not begun within `FIRST_SIGN_S`.
+        PreparationTimeout: it has not begun, or not prepared the run, in time.
         FirstNodeGone: it ended without a word.
     """
     path, sign = prepared_path(run_dir, job, step), listening_path(run_dir, job, step)
@@ -112,18 +117,20 @@ def wait_prepared(run_dir: Path, job: JobKey, step: str, timeout_s: float) -> Pr
             pass  # not there yet, or a shared file system has lost hold of it for a moment (ESTALE)
         else:
             # Its last word may take a while to be seen here; only a look that has succeeded shows that there is none.
-            if gone_at is not None and looked - gone_at >= SHARED_WITHIN_S:
+            if gone_at is not None and looked - gone_at >= WORD_WITHIN_S:
                 raise FirstNodeGone(
                     f"the first node of job {job}{f' ({first.host})' if first else ''} has ended while it prepared the "
                     "run, and left no word: was it killed, for its memory maybe? look at its output"
                 )
         now = time.monotonic()
-        limit_s = timeout_s if first is not None else min(timeout_s, FIRST_SIGN_S)
+        limit_s = timeout_s
+        if limit_s is None:
+            limit_s = PREPARED_WITHIN_S if first is not None else FIRST_SIGN_S
         if now - started >= limit_s:
             raise PreparationTimeout(
                 f"the first node of job {job} has not {'prepared the run' if first else 'begun to prepare the run'} "
                 f"within {limit_s:g} s: no {path}; look at its output, and whether the run directory lies on a file "
-                "system that all nodes share"
+                "system that all nodes share; if it needs longer, give --prepare-timeout S"
             )
         if now - reported >= _PROGRESS_EVERY_S:
             reported = now

@@ -24,7 +24,15 @@ from miles_hpc.cli import node
 from miles_hpc.cli.apart import apart
 from miles_hpc.launch import first_node, preparation
 first_node.other_addresses = lambda _: ["127.0.0.1"]
-preparation.SHARED_WITHIN_S = 1.0
+preparation.WORD_WITHIN_S = 1.0
+
+def stall(module, name):
+    real = getattr(module, name)
+    def stalled(*args):
+        print("stalls", flush=True)
+        sys.stdin.readline()
+        return real(*args)
+    setattr(module, name, stalled)
 
 def prepare(*_):
     print("prepares", flush=True)
@@ -54,6 +62,7 @@ def node(tmp_path):
                 **{"SLURM_JOB_ID": "7", "SLURM_NODEID": str(index), "SLURM_STEP_ID": "0"},
                 **{"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n0,n1"},
             },
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -75,9 +84,9 @@ def eventually(probe, timeout_s=60.0):
     return found
 
 
-def connected(process):
-    """Whether this node has found the first one."""
-    return [one for one in psutil.Process(process.pid).net_connections("tcp") if one.status == "ESTABLISHED"]
+def has_socket(process, status):
+    """Whether a process has a TCP socket in this state: one that LISTENs has one, as has who has found it."""
+    return any(one.status == status for one in psutil.net_connections("tcp") if one.pid == process.pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
@@ -117,13 +126,35 @@ def caught(pid):
 def test_a_first_node_that_is_killed_while_it_prepares_costs_the_others_seconds(node, tmp_path):
     first, other = node(0), node(1)
     assert first.stdout.readline() == "prepares\n"
-    eventually(lambda: connected(other))
+    eventually(lambda: has_socket(other, "ESTABLISHED"))
     (child,) = eventually(psutil.Process(first.pid).children)
     first.kill()  # what its child would not survive in a job: Slurm ends the task
     said = other.communicate(timeout=60)[1]
     child.kill()
     assert other.returncode == 1 and "has ended while it prepared the run" in said, said
     assert exit_code_path(tmp_path / "run", JOB).read_text() == "1\n"
+
+
+@pytest.mark.parametrize(
+    "prepare, code",
+    [
+        ('stall(os, "fsync"); return preparation.Prepared(run_id="r", attempt=0)', 0),
+        ('stall(os, "fsync"); raise RuntimeError("no such model")', 1),
+        ('stall(node, "write_exit_code"); raise RuntimeError("no such model")', 1),
+    ],
+)
+def test_a_first_node_whose_word_is_held_up_by_its_file_system_is_not_taken_for_one_that_has_ended(
+    node, tmp_path, prepare, code
+):
+    first, other = node(0, prepare), node(1)
+    assert [first.stdout.readline(), first.stdout.readline()] == ["prepares\n", "stalls\n"]
+    assert has_socket(first, "LISTEN")
+    if "fsync" in prepare:
+        eventually(lambda: has_socket(other, "ESTABLISHED"))
+    first.communicate("\n", timeout=60)
+    said = other.communicate(timeout=60)[1]
+    assert (first.returncode, other.returncode) == (code, code), said
+    assert exit_code_path(tmp_path / "run", JOB).exists() == bool(code)
 
 
 def test_what_the_first_node_has_prepared_is_taken_over_and_signals_are_left_to_the_warden(node, tmp_path):

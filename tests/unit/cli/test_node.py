@@ -61,13 +61,24 @@ def test_a_file_system_that_loses_hold_of_the_directory_is_asked_again(tmp_path,
 
 def test_a_first_node_that_does_not_begin_is_not_waited_for_as_long_as_one_that_does(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "FIRST_SIGN_S", 0.1)
-    with pytest.raises(PreparationTimeout, match=r"has not begun to prepare the run within 0\.1 s"):
-        wait_prepared(tmp_path, TASK.job, TASK.step, 60.0)
+    monkeypatch.setattr(preparation, "PREPARED_WITHIN_S", 0.3)
+    with pytest.raises(PreparationTimeout, match=r"not begun to prepare the run within 0\.1 s: .*--prepare-timeout S"):
+        wait_prepared(tmp_path, TASK.job, TASK.step)
     # One that listens nowhere has begun all the same.
     monkeypatch.setattr(first_node, "_listen", lambda nodes: None)
     with first_node.listening(listening_path(tmp_path, TASK.job, TASK.step), 2):
         with pytest.raises(PreparationTimeout, match=r"has not prepared the run within 0\.3 s"):
-            wait_prepared(tmp_path, TASK.job, TASK.step, 0.3)
+            wait_prepared(tmp_path, TASK.job, TASK.step)
+
+
+@pytest.mark.parametrize("given_s", [0.1, 0.4])
+def test_a_time_limit_that_is_given_holds_for_the_begin_of_the_first_node_too(tmp_path, monkeypatch, given_s):
+    monkeypatch.setattr(preparation, "FIRST_SIGN_S", 0.2)
+    for arguments, limit_s in (([], None), (["--prepare-timeout", str(given_s)], given_s)):
+        parsed = node.parser().parse_args(["smoke", "--run-dir", str(tmp_path), *arguments])
+        assert parsed.prepare_timeout == limit_s
+    with pytest.raises(PreparationTimeout, match=rf"has not begun to prepare the run within {given_s:g} s"):
+        wait_prepared(tmp_path, TASK.job, TASK.step, given_s)
 
 
 def test_a_network_that_lets_no_connection_through_makes_no_first_node_seem_to_be_gone(tmp_path, monkeypatch):
@@ -78,7 +89,7 @@ def test_a_network_that_lets_no_connection_through_makes_no_first_node_seem_to_b
         raise ConnectionRefusedError
 
     monkeypatch.setattr(first_node.socket, "create_connection", connect)
-    monkeypatch.setattr(preparation, "SHARED_WITHIN_S", 0.0)
+    monkeypatch.setattr(preparation, "WORD_WITHIN_S", 0.0)
     monkeypatch.setattr(first_node, "other_addresses", lambda _: ["127.0.0.1"])
     with first_node.listening(listening_path(tmp_path, TASK.job, TASK.step), 2):
         with pytest.raises(PreparationTimeout):
