@@ -25,6 +25,8 @@ from miles_hpc.launch.watch import SlurmWatch, shared_watch
 
 FRESH_S = 15.0
 """A status.json that was written within this time shows a living hub."""
+WRITES_S = 5.0
+"""Likewise where no process of the run is seen on its machine: they may be hidden. A hub writes every second."""
 SETTLE_S = 30.0
 """What the file system may take to show a verdict after Slurm has ended the job."""
 LOST_AFTER_S = 300.0
@@ -141,11 +143,12 @@ class Run:
             verdict = self._verdict(newest.number) if gone else None
         if newest is not None and verdict is not None and not self._goes_on(newest, verdict):
             return Standing(State(verdict["outcome"]), str(verdict.get("reason", "")))
-        if gone and verdict is None:
-            return Standing(State.LOST, f"{gone}, without a verdict: see {self.run_dir}/logs/latest")
-        if newest is not None and not waiting and verdict is None and self._hub_lives(newest):
+        fresh_s = WRITES_S if gone else FRESH_S
+        if newest is not None and not waiting and verdict is None and self._hub_lives(newest, fresh_s):
             self._silent_since = self._ended_since = None
             return Standing(self._started(newest), f"attempt {newest.number}, job {job_id}")
+        if gone and verdict is None:
+            return Standing(State.LOST, f"{gone}, without a verdict: see {self.run_dir}/logs/latest")
         return self._from_slurm(job_id, newest, verdict)
 
     def _goes_on(self, attempt: Attempt, verdict: dict[str, Any]) -> bool:
@@ -213,7 +216,7 @@ class Run:
     def _verdict(self, attempt: int) -> dict[str, Any] | None:
         return _read_json(verdict_path(self.run_dir, attempt)) or None
 
-    def _hub_lives(self, attempt: Attempt) -> bool:
+    def _hub_lives(self, attempt: Attempt, fresh_s: float) -> bool:
         """Whether status.json is written again and again. The hub's clock is compared with ours only at first sight:
         the two may differ by more than what tells a living hub from a dead one."""
         found = self.status()
@@ -224,7 +227,7 @@ class Run:
             self._status_seen = written, now - max(0.0, time.time() - float(written))
         elif self._status_seen[0] != written:
             self._status_seen = written, now
-        return now - self._status_seen[1] < FRESH_S
+        return now - self._status_seen[1] < fresh_s
 
     # ------------------------------------------------------------------------------------------- reading
     def status(self) -> dict[str, Any]:

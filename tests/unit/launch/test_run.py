@@ -188,21 +188,25 @@ def test_what_nobody_knows_is_unknown_for_a_while_and_then_lost(place, slurm):
     assert run.wait(1)["outcome"] == "lost"
 
 
-def test_a_run_of_this_machine_of_which_nothing_lives_is_lost_at_once_and_waited_for_no_more(place, slurm, capsys):
+def test_a_run_of_this_machine_of_which_nothing_lives_is_lost_in_seconds_and_waited_for_no_more(place, slurm, capsys):
     (place / "slurm" / "job.json").unlink()
     here = {"host": os.uname().nodename, "boot": boot_id(), "pid": os.getpid()}
     attempt(place, job_id="", **here, pid_start=start_time(os.getpid()))
     assert of(place, slurm).state is State.RUNNING
     attempt(place, job_id="", **here, pid_start=1)
-    status(place)
+    status(place, age_s=run_module.WRITES_S)
     env = {**os.environ, "MILES_HPC_MARK": "r/0/node-00000/0/warden/g0-0", "MILES_HPC_RUN_DIR": str(place)}
     with subprocess.Popen(["cat"], env=env, stdin=subprocess.PIPE) as left:
         assert of(place, slurm).state is State.RUNNING, "what winds down may still write a verdict"
         left.kill()
+    status(place)
     run = of(place, slurm)
+    assert run.state is State.RUNNING, "its processes may be hidden from us"
+    slurm.clock.now += run_module.WRITES_S
     found = run.standing()
     assert found.state is State.LOST and f"pid {os.getpid()}) and all its processes are gone" in found.reason
     assert run.wait(0) == {"outcome": "lost", "reason": found.reason}
+    status(place, age_s=run_module.WRITES_S)
     assert main(["drain", str(place), "--wait"]) == BAD_INPUT
     assert f"there is nothing to drain: lost {found.reason}" in capsys.readouterr().err
     verdict(place, outcome="failed", reason="why")
