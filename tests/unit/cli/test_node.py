@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import socket
 import threading
 
@@ -24,6 +25,14 @@ from miles_hpc.launch.preparation import (
 pytestmark = pytest.mark.unit
 
 TASK = Task(job=JobKey(job_id="7"), step="0", index=0, nodes=2, host="n0", hosts=("n0", "n1"))
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """What prepares holds signals back from then on; the tests that follow in this process must get theirs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_whatever_goes_wrong_on_the_first_node_is_told_to_the_others(tmp_path, monkeypatch, capsys):
