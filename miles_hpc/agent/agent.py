@@ -62,7 +62,7 @@ class Agent:
         self._pipe = begun.pipe
         self.link: AgentLink | None = None
         self._clock = time.monotonic
-        self.watches = Watches(self._clock)
+        self.watches = Watches(self._turn_time)
         self.table = WorkerTable(self.supervisor, self.ports, self.watches, self.surroundings, self.log, self._send)
         self.hub = begun.hub
         self.keeper = HubKeeper(options, self.hub, self.supervisor, self.log, self._send, self._clock)
@@ -147,12 +147,20 @@ class Agent:
         now = self._clock()
         timeout = min(max(0.0, deadline - now), 3600.0)
         ready = {fd for fd, _ in poller.poll(math.ceil(timeout * 1000)) if isinstance(fd, int)}
+        self._on_turn(timeout)
+        return ready
+
+    def _turn_time(self) -> float:
+        """When this turn began, by which workers are judged: a stop of this process in the middle of the turn is found
+        at the next one, before anybody is judged by it."""
+        return self._turned_at
+
+    def _on_turn(self, waited_s: float) -> None:
         # From turn to turn: a stop in the middle of one counts as well.
-        stood_still = self._clock() - self._turned_at - timeout
-        self._turned_at = self._clock()
+        now = self._clock()
+        stood_still, self._turned_at = now - self._turned_at - waited_s, now
         if stood_still > OWN_LAG:
             self._on_pause(stood_still)
-        return ready
 
     def _on_pause(self, seconds: float) -> None:
         """This process was stopped, and perhaps all of the machine: nobody is judged by that time."""

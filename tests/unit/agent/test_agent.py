@@ -11,6 +11,7 @@ import pytest
 from miles_hpc.agent.agent import Agent
 from miles_hpc.agent.procfs import Process
 from miles_hpc.agent.supervise import HOPELESS_AFTER, OVERDUE_EVERY, Exit, Supervisor, Worker
+from miles_hpc.agent.watches import Watches
 from miles_hpc.config.timing import Timing
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import Goodbye, Welcome
@@ -58,6 +59,25 @@ def test_a_hub_that_lets_the_agent_in_hears_of_ends_after_what_had_waited_for_it
     agent._clock = time.monotonic
     agent._on_message(Welcome(node="n", epoch=2, heartbeat=1.0, run_id="r", attempt=0))
     assert seen == ["waited", "ends"]
+
+
+def test_a_stop_in_the_middle_of_a_turn_is_held_against_no_worker():
+    """As when the machine is suspended between the poll and the look at the workers' counters."""
+    now, count = 100.0, 0
+    agent = Agent.__new__(Agent)
+    agent._clock, agent._turned_at, agent._stood_still = lambda: now, now, 0.0
+    agent.log = SimpleNamespace(write=lambda *args, **fields: None)  # type: ignore[assignment]
+    agent.keeper = SimpleNamespace(on_pause=lambda seconds: None)  # type: ignore[assignment]
+    agent.watches = Watches(agent._turn_time)
+    agent.watches.stalls.add("w", Generation(1, 1), lambda: count, 2.0)
+    for now in (104.0, 104.5, 105.9):
+        assert agent.watches.advance(set()) == []
+        agent._on_turn(0.0 if now == 104.0 else 1.0)
+        assert agent.watches.advance(set()) == [], now
+    now = 106.5
+    agent._on_turn(1.0)
+    (finding,) = agent.watches.advance(set())
+    assert finding.worker == "w" and "stands at 0" in finding.text
 
 
 NOBODY = Process(pid=2**22 + 1, ppid=1, pgrp=1, session=1, start=1)
