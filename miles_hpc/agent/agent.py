@@ -275,7 +275,7 @@ class Agent:
 
     def _hub_is_lost(self) -> bool:
         """Whether another hub may be there, or come: also beside one that is heard but does not act."""
-        longest = max(self.options.timing.suspect, 3 * self._heartbeat_every)
+        longest = self.keeper.suspect_s
         silent = self.link is None or not self.link.welcomed or self.link.silent_for() > longest
         return silent or self.keeper.powerless_for() > longest
 
@@ -332,6 +332,7 @@ class Agent:
             self.table.tell_of_ends()
             now = self._clock()
             self._heartbeat_every = message.heartbeat
+            self.keeper.suspect_s = max(self.options.timing.suspect, 3 * message.heartbeat)
             self._heartbeat_at, self._full_table_at = now, now + self.options.timing.anti_entropy
             if message.node != self.options.node:
                 self._leave(f"the hub calls this node {message.node}, but it was started as {self.options.node}", 1)

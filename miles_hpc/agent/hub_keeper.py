@@ -61,6 +61,8 @@ class HubKeeper:
         self._renew: Errand[Lease] = Errand("lease", lambda epoch: renew_lease(path, epoch))
         self._read: Errand[Lease] = Errand("lease-read", lambda: read_lease(path))
         self._restarts: deque[float] = deque()
+        self.suspect_s = options.timing.suspect
+        """Silence of the hub from which it may be lost; longer where it has stretched the heartbeats."""
         self._link: AgentLink | None = None
         self._roster: Roster | None = None
         self._standing = Standing(acts=True)
@@ -177,7 +179,7 @@ class HubKeeper:
     def _answer(self, epoch: int) -> tuple[bool, int]:
         link = self._link
         own = link.rendezvous.epoch if link is not None else 0
-        heard = link is not None and link.silent_for() <= self._options.timing.suspect and own >= epoch
+        heard = link is not None and link.silent_for() <= self.suspect_s and own >= epoch
         return self.running or heard, own
 
     def _step_down(self, why: str) -> None:
@@ -262,7 +264,7 @@ class HubKeeper:
     # ------------------------------------------------------------------------------------------ succession
     def _watch_for_succession(self, now: float) -> None:
         link, roster = self._link, self._roster
-        if link is None or roster is None or link.silent_for() <= self._options.timing.suspect:
+        if link is None or roster is None or link.silent_for() <= self.suspect_s:
             self._claim = None
             return
         if self._claim is None:

@@ -153,7 +153,10 @@ class HubServer:
                 self._keep_decisions()
                 now = self._clock()
                 if now >= next_tick:
-                    next_tick = now + TICK_S * self._state.core.heartbeat_scale()
+                    scale = self._state.core.heartbeat_scale()
+                    next_tick = now + TICK_S * scale
+                    # Agents of a large fleet take a hub for lost after three of its longer intervals.
+                    self._socket.answer_every(2 if scale > 1 else 1)
                     self._apply(Tick())
                     if self._site is not None:
                         self._site.ask_about(self._state.core.lost_hosts())

@@ -112,6 +112,10 @@ class HubSockets:
     def bulk_port(self) -> int:
         return self._bulk.port
 
+    def answer_every(self, count: int) -> None:
+        """Answer every `count`-th of an agent's heartbeats in a row."""
+        self._control.answer_every = count
+
     @property
     def counters(self) -> HubSocketCounters:
         """Of both."""

@@ -57,8 +57,11 @@ def test_a_hub_that_lets_the_agent_in_hears_of_ends_after_what_had_waited_for_it
     agent.log = SimpleNamespace(write=lambda *args, **fields: None)  # type: ignore[assignment]
     agent.options = SimpleNamespace(node="n", timing=Timing())  # type: ignore[assignment]
     agent._clock = time.monotonic
-    agent._on_message(Welcome(node="n", epoch=2, heartbeat=1.0, run_id="r", attempt=0))
-    assert seen == ["waited", "ends"]
+    agent.keeper = SimpleNamespace()  # type: ignore[assignment]
+    for heartbeat, suspect_s in ((1.0, 3.0), (2.0, 6.0)):
+        agent._on_message(Welcome(node="n", epoch=2, heartbeat=heartbeat, run_id="r", attempt=0))
+        assert agent.keeper.suspect_s == suspect_s, "three intervals, stretched as they are"
+    assert seen == ["waited", "ends"] * 2
 
 
 def test_a_stop_in_the_middle_of_a_turn_is_held_against_no_worker():

@@ -17,6 +17,7 @@ from miles_hpc.wire.address import HostAndPort
 from miles_hpc.wire.ids import Generation
 from miles_hpc.wire.messages import (
     CancelRun,
+    ClientHeartbeat,
     ClientHello,
     ClientWelcome,
     Done,
@@ -319,6 +320,25 @@ def test_a_heartbeat_is_answered_only_after_the_hub_s_next_turn(hub, run_dir):
         before = link.silent_for()
         assert link.receive() == []
         assert link.silent_for() < before
+
+
+def test_a_hub_of_many_agents_answers_every_second_of_their_heartbeats_and_all_of_programs(hub, run_dir):
+    hub.answer_every = 2
+    with link_to(hub, run_dir) as agent, link_to(hub, run_dir, "worker") as program:
+        for seq in (1, 2, 3, 4):
+            assert agent.send(Heartbeat(seq=seq)) and program.send(ClientHeartbeat(seq=seq))
+        assert len(drain_until(hub, 8)) == 8
+        hub.drain(0)
+
+        def answered(link, count):
+            found = []
+            while len(found) < count:
+                assert link.socket.poll(20_000), found
+                found.append(codec.decode_from_hub(link.socket.recv_multipart(), "r1").seq)
+            return found
+
+        assert answered(program, 4) == [1, 2, 3, 4] and answered(agent, 2) == [2, 4]
+        assert not agent.socket.poll(50)
 
 
 def test_a_call_id_gets_its_receipt_after_the_hub_s_next_turn(hub, run_dir):
